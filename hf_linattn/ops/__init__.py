@@ -1,0 +1,101 @@
+"""Linear attention as a function of q, k, v: three forms of one result, and the dispatcher that picks among them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blocks import without_autocast
+from .chunk import chunk_linear_attention as _chunk
+from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map_class, make_feature_map, register_feature_map
+from .parallel import attention_weights as _attention_weights
+from .parallel import parallel_linear_attention as _parallel
+from .recurrent import recurrent_linear_attention as _recurrent
+from .state import LinearAttentionState
+
+parallel_linear_attention = without_autocast(_parallel)
+chunk_linear_attention = without_autocast(_chunk)
+recurrent_linear_attention = without_autocast(_recurrent)
+attention_weights = without_autocast(_attention_weights)
+
+BACKENDS = ("auto", "torch")
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap | str | None = None,
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    initial_state: LinearAttentionState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    normalize: bool = True,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """Kernelised linear attention; a single token runs the recurrence, anything longer the chunk form.
+
+        mu_i = mu_{i-1} + phi(k_i)^T v_i,   nu_i = nu_{i-1} + phi(k_i)
+        out_i = phi(q_i) mu_i / (phi(q_i) nu_i)          causal; else mu_S, nu_S serve every i
+
+    Args:
+        q: queries [B, T, Hq, D], any floating dtype; time comes before heads.
+        k: keys [B, S, Hk, D], the dtype of q; Hq must be a multiple of Hk, and query head h reads key head
+            h // (Hq / Hk). Causal attention needs S = T.
+        v: values [B, S, Hk, E].
+        feature_map: phi; `None` if q and k are features already; a `FeatureMap`, or the name of a parameter-free one.
+        key_mask: [B, S] bool or 0 / 1, true where the key is real. A masked key enters no sum and no gradient,
+            whatever it holds.
+        initial_state: sums over earlier keys; never modified. Not causal: added to the sums over these keys.
+        output_final_state: also return the state after the last key.
+        cu_seqlens: [N + 1] offsets, from 0 to T, of N documents packed into one row (B = 1). Each is attended by
+            itself; states then have N rows.
+        normalize: divide by phi(q) nu. Where that is 0 (no key yet) the output and its gradient are 0.
+        chunk_size: tokens per chunk; changes speed only. `None` picks by shape.
+        backend: `"auto"`, or `"torch"` for pure PyTorch.
+
+    Returns:
+        `out` [B, T, Hq, E] in the dtype of v, and the final state ([B, Hk, F, E] and [B, Hk, F], float32, float64
+        for float64 input) or `None`.
+
+    Raises:
+        ValueError: shapes that do not fit, T or S of 0, Hq not a multiple of Hk, a mask that is not 0 / 1, a signed
+            map with `normalize=True`, an unknown map or backend. The message names the argument and the choices.
+
+    Source: Katharopoulos et al. 2020, arXiv:2006.16236.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {list(BACKENDS)}")
+    form = recurrent_linear_attention if causal and q.dim() == 4 and q.shape[1] == 1 else chunk_linear_attention
+    return form(
+        q,
+        k,
+        v,
+        feature_map=feature_map,
+        causal=causal,
+        key_mask=key_mask,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        normalize=normalize,
+        chunk_size=chunk_size,
+    )
+
+
+__all__ = [
+    "BACKENDS",
+    "FEATURE_MAPS",
+    "FeatureMap",
+    "LinearAttentionState",
+    "attention_weights",
+    "chunk_linear_attention",
+    "feature_map_class",
+    "linear_attention",
+    "make_feature_map",
+    "parallel_linear_attention",
+    "recurrent_linear_attention",
+    "register_feature_map",
+]
