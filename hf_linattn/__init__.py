@@ -1,0 +1,42 @@
+"""Linear attention for Hugging Face transformers: importing this package registers its models."""
+
+from .cache import LinearAttentionCache
+from .models import (
+    LinAttnConfig,
+    LinAttnForCausalLM,
+    LinAttnForQuestionAnswering,
+    LinAttnForSequenceClassification,
+    LinAttnForTokenClassification,
+    LinAttnModel,
+    LinAttnPreTrainedModel,
+    register,
+)
+from .ops import (
+    FEATURE_MAPS,
+    FeatureMap,
+    LinearAttentionState,
+    linear_attention,
+    make_feature_map,
+    register_feature_map,
+)
+
+register()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FEATURE_MAPS",
+    "FeatureMap",
+    "LinAttnConfig",
+    "LinAttnForCausalLM",
+    "LinAttnForQuestionAnswering",
+    "LinAttnForSequenceClassification",
+    "LinAttnForTokenClassification",
+    "LinAttnModel",
+    "LinAttnPreTrainedModel",
+    "LinearAttentionCache",
+    "LinearAttentionState",
+    "linear_attention",
+    "make_feature_map",
+    "register_feature_map",
+]

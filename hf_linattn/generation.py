@@ -1,0 +1,78 @@
+"""What `generate()` needs beyond transformers: the right cache, and errors where it would go wrong silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+
+from .cache import LinearAttentionCache
+
+
+def check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
+    """Every id must be in [0, vocab_size); reads the ids, so it waits for the device they are on."""
+    low, high = (int(bound) for bound in input_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"input_ids holds {wrong}; ids must be in [0, vocab_size) = [0, {vocab_size})")
+
+
+class LinearAttentionGenerationMixin:
+    """Mixed into causal models, left of `GenerationMixin`, which stays a direct base."""
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        if (
+            model_kwargs.get("cache") is None
+            and generation_config.use_cache is not False
+            and generation_config.cache_implementation in (None, "dynamic")
+            and not generation_config.is_assistant
+        ):
+            model_kwargs["cache"] = LinearAttentionCache(self.config.get_text_config(decoder=True))
+            return
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs) -> None:
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(
+                "assisted decoding and prompt lookup need a cache that can be rolled back, which linear attention "
+                "models do not have yet; drop assistant_model / prompt_lookup_num_tokens"
+            )
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        is_first_iteration: bool = True,
+    ):
+        cache = model_kwargs.get("cache")
+        if model_kwargs.get("inputs_embeds") is None:
+            check_token_ids(input_ids, self.config.get_text_config().vocab_size)
+            if cache is not None:
+                _check_continuation(input_ids, generation_config, model_kwargs, int(cache.get_seq_length()))
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+
+def _check_continuation(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict, past: int) -> None:
+    """transformers takes ids as long as the mask for the full history, and cuts off what the cache has read."""
+    mask = model_kwargs.get("attention_mask")
+    covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
+    length = input_ids.shape[1]
+    if past and covered == length and length <= past:
+        raise ValueError(
+            f"the cache has read {past} tokens and input_ids has {length}, so nothing new is left to read: pass the "
+            "full history with at least one more token, or only the new tokens with an attention_mask over all "
+            f"{past} + {length}"
+        )

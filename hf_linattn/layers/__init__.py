@@ -1,0 +1,6 @@
+"""Attention layers built on `ops` and `cache`."""
+
+from .linear_attention import NORMALIZERS, ROPE_POSITIONS, LinearAttention, Packing
+from .short_conv import ShortConvolution
+
+__all__ = ["NORMALIZERS", "ROPE_POSITIONS", "LinearAttention", "Packing", "ShortConvolution"]

@@ -1,0 +1,153 @@
+"""The attention layer: projections, convolution, positions, feature map, linear attention, normaliser, cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from ..cache import prefetch_next
+from ..ops import attention_weights, linear_attention, make_feature_map
+from .short_conv import ShortConvolution
+
+NORMALIZERS = ("denominator", "rmsnorm", "none")
+ROPE_POSITIONS = ("before", "none")
+
+
+class Packing(NamedTuple):
+    """Where the documents of a packed batch begin and end."""
+
+    cu_seqlens: Tensor  # [N + 1], offsets into the batch flattened to one row of B T tokens
+    segments: Tensor  # [B, T], the number of the document of each token
+
+
+class LinearAttention(nn.Module):
+    """Multi-head linear attention with Llama's parameter names.
+
+        q, k, v = conv(W_q x), conv(W_k x), conv(W_v x)       conv, qk norm and RoPE where the config asks for them
+        out = linear_attention(phi(rope(norm(q))), phi(rope(norm(k))), v)
+        y = W_o normalizer(out)
+
+    Args:
+        config: reads hidden_size, num_attention_heads, num_key_value_heads, head_dim, attention_bias,
+            attention_out_bias, qk_norm, rms_norm_eps, conv_kernel_size, feature_map, feature_map_kwargs, normalizer,
+            rope_position.
+        layer_idx: which layer of the cache is this one's.
+        causal: `False` for encoders: every token reads the sums over all keys.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int, causal: bool = True):
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, causal
+        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        hidden, q_size, kv_size = (
+            config.hidden_size,
+            self.num_heads * self.head_dim,
+            self.num_key_value_heads * self.head_dim,
+        )
+        self.q_proj = nn.Linear(hidden, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, hidden, bias=config.attention_out_bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        has_conv = config.conv_kernel_size > 0
+        self.q_conv = ShortConvolution(q_size, config.conv_kernel_size) if has_conv else None
+        self.k_conv = ShortConvolution(kv_size, config.conv_kernel_size) if has_conv else None
+        self.v_conv = ShortConvolution(kv_size, config.conv_kernel_size) if has_conv else None
+        self.feature_map = make_feature_map(
+            config.feature_map,
+            self.head_dim,
+            self.num_heads,
+            self.num_key_value_heads,
+            **(config.feature_map_kwargs or {}),
+        )
+        is_rmsnorm = config.normalizer == "rmsnorm"
+        self.o_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if is_rmsnorm else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        packing: Packing | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over `hidden_states` [B, T, hidden] and, with a `cache`, over everything it has read.
+
+        Args:
+            position_embeddings: (cos, sin) of RoPE, each [B, T, D].
+            attention_mask: key mask [B, T] of these tokens, true where real.
+            packing: isolates packed documents (not together with a filled cache).
+            output_attentions: also return the implied weights over the keys of this call.
+
+        Returns:
+            [B, T, hidden], and the weights [B, Hq, T, T] or `None`.
+        """
+        batch, length, _ = hidden_states.shape
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        state, tails = None, ()
+        if layer is not None:
+            prefetch_next(cache, self.layer_idx, hidden_states.device)
+            layer.prefetch()
+            state = layer.read(batch, self.num_key_value_heads, self.head_dim)
+            tails = layer.conv_tails
+        q, k, v, tails = self._project(hidden_states, position_embeddings, attention_mask, tails, packing)
+
+        normalize = self.config.normalizer == "denominator"
+        # without a denominator sums grow with length: they stay float32 until they are normalised
+        values = v if normalize else v.float()
+        arguments = {
+            "feature_map": self.feature_map,
+            "causal": self.is_causal,
+            "key_mask": attention_mask,
+            "normalize": normalize,
+            "cu_seqlens": None,
+        }
+        if packing is not None:
+            q, k, values = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, values))
+            arguments["cu_seqlens"] = packing.cu_seqlens
+            arguments["key_mask"] = None if attention_mask is None else attention_mask.reshape(1, batch * length)
+        out, new_state = linear_attention(
+            q, k, values, initial_state=state, output_final_state=layer is not None, **arguments
+        )
+        weights = None
+        if output_attentions if output_attentions is not None else self.config.output_attentions:
+            weights = attention_weights(q, k, initial_state=state, **arguments)
+            if packing is not None:
+                weights = _diagonal_blocks(weights, batch)
+        if layer is not None:
+            layer.store(new_state, tails, length)
+        if self.o_norm is not None:
+            out = self.o_norm(out)
+        out = out.reshape(batch, length, self.num_heads * self.head_dim).to(hidden_states.dtype)
+        return self.o_proj(out), weights
+
+    def _project(self, hidden_states, position_embeddings, key_mask, tails, packing):
+        """q [B, T, Hq, D], k and v [B, T, Hk, D], ready for phi, and the new convolution tails."""
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if self.q_conv is not None:
+            segments = None if packing is None else packing.segments
+            old = tails or (None, None, None)
+            q, q_tail = self.q_conv(q, old[0], key_mask, segments)
+            k, k_tail = self.k_conv(k, old[1], key_mask, segments)
+            v, v_tail = self.v_conv(v, old[2], key_mask, segments)
+            tails = (q_tail, k_tail, v_tail)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.rope_position == "before" and position_embeddings is not None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+        return q, k, v, tails
+
+
+def _diagonal_blocks(weights: Tensor, batch: int) -> Tensor:
+    """Weights of a batch flattened to one row, back per row: [1, Hq, B T, B T] -> [B, Hq, T, T]."""
+    grid = weights[0].unflatten(-1, (batch, -1)).unflatten(1, (batch, -1))  # [Hq, B, T, B, T]
+    return grid.diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2)

@@ -1,0 +1,60 @@
+"""Models, and their registration with transformers' Auto classes."""
+
+from __future__ import annotations
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto import modeling_auto
+
+from .linattn import (
+    LinAttnConfig,
+    LinAttnForCausalLM,
+    LinAttnForQuestionAnswering,
+    LinAttnForSequenceClassification,
+    LinAttnForTokenClassification,
+    LinAttnModel,
+    LinAttnPreTrainedModel,
+)
+
+# Auto class, model class, and the table of class names in which Trainer and pipelines look models up
+_HEADS = (
+    (AutoModel, LinAttnModel, "MODEL_MAPPING_NAMES"),
+    (AutoModelForCausalLM, LinAttnForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    (
+        AutoModelForSequenceClassification,
+        LinAttnForSequenceClassification,
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    (
+        AutoModelForTokenClassification,
+        LinAttnForTokenClassification,
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    (AutoModelForQuestionAnswering, LinAttnForQuestionAnswering, "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES"),
+)
+
+
+def register() -> None:
+    """Make the Auto classes, Trainer and pipelines know these models; harmless when repeated."""
+    AutoConfig.register(LinAttnConfig.model_type, LinAttnConfig, exist_ok=True)
+    for auto_class, model_class, names in _HEADS:
+        auto_class.register(LinAttnConfig, model_class, exist_ok=True)
+        getattr(modeling_auto, names)[LinAttnConfig.model_type] = model_class.__name__
+
+
+__all__ = [
+    "LinAttnConfig",
+    "LinAttnForCausalLM",
+    "LinAttnForQuestionAnswering",
+    "LinAttnForSequenceClassification",
+    "LinAttnForTokenClassification",
+    "LinAttnModel",
+    "LinAttnPreTrainedModel",
+    "register",
+]
