@@ -186,8 +186,8 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
             if not torch.compiler.is_compiling():
                 for tensor in (*self._tensors(), self.cumulative_length):
                     torch._dynamo.mark_static_address(tensor)
-        elif any(tensor.requires_grad for tensor in new) and torch.is_grad_enabled():
-            self._set(new)
+        elif any(tensor.requires_grad for tensor in (*new, *self._tensors())):
+            self._set(new)  # what was there may be saved for a backward pass, even if this call records none
         else:
             for buffer, tensor in zip(self._tensors(), new):
                 buffer.copy_(tensor)

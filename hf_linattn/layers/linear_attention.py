@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
@@ -102,7 +103,7 @@ class LinearAttention(nn.Module):
 
         normalize = self.config.normalizer == "denominator"
         # without a denominator sums grow with length: they stay float32 until they are normalised
-        values = v if normalize else v.float()
+        values = v if normalize or v.dtype == torch.float64 else v.float()
         arguments = {
             "feature_map": self.feature_map,
             "causal": self.is_causal,

@@ -15,7 +15,8 @@ in reverse and recomputes the rest:
     dphi(K) = dA^T phi(Q) + hat V R^T                           R = sum of later phi(Q)^T d hat n
     dV      = A^T d n + phi(K) R
 
-Everything is float32 (float64 for float64 input). Parameter-free feature maps are applied inside the block.
+Everything is float32 (float64 for float64 input). Feature maps are applied inside the block, and again in the
+backward.
 Source: arXiv:2006.16236, equation 9; the chunked evaluation as in arXiv:2202.10447, section 3.2.
 """
 
@@ -26,9 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Block, Loader, Workspace, add_product, as_rows, cut, grad_of_sums, write_ratio
+from .blocks import Block, Workspace, add_product, as_rows, cut, first_order_only, write_ratio
 from .feature_maps import FeatureMap
 from .inputs import check_feature_dim, check_inputs, per_document, resolve_feature_map, segment_ids
+from .loader import Loader, map_parameters
 from .noncausal import NonCausal
 from .state import LinearAttentionState, state_dtype
 
@@ -71,25 +73,26 @@ def chunk_linear_attention(
         )
     hidden = None if key_mask is None else ~key_mask.bool()
     dtype = state_dtype(q, k, v)
-    features = q.shape[-1]
-    if feature_map is not None and any(True for _ in feature_map.parameters()):
-        # autograd has to see the map, to reach its parameters
-        k = k if hidden is None else k.masked_fill(hidden[..., None, None], 0)
-        q, k, feature_map = feature_map.query(q), feature_map.key(k), None
-        features = q.shape[-1]
-    elif feature_map is not None:
-        features = feature_map(k[:1, :1, :1].to(dtype)).shape[-1]
+    features = k.shape[-1]
+    if feature_map is not None:
+        with torch.no_grad():
+            features = feature_map.key(torch.zeros_like(k[:1, :1])).shape[-1]
     state = None
     if initial_state is not None:
         check_feature_dim(initial_state, features)
         state = torch.cat([initial_state.mu, initial_state.nu.unsqueeze(-1)], -1).to(dtype)  # [B, Hk, F, E + 1]
+    parameters = map_parameters(feature_map)
+    names, tensors = tuple(parameters), tuple(parameters.values())
     if not causal:
-        out, final = NonCausal.apply(q, k, v, state, feature_map, hidden, normalize, features)
+        out, final = NonCausal.apply(q, k, v, state, feature_map, names, hidden, normalize, features, *tensors)
     else:
         segments = None if cu_seqlens is None else segment_ids(cu_seqlens, q.shape[1])
-        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, state))
+        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, state, *tensors))
         blocks = cut(q.shape[1], q.shape[0] * q.shape[2], features * v.shape[-1], chunk_size, q.device)
-        out, final = CausalChunk.apply(q, k, v, state, feature_map, hidden, segments, normalize, features, blocks, keep)
+        shape = (q.shape[0], k.shape[2], features, v.shape[-1] + 1)
+        out, final = CausalChunk.apply(
+            q, k, v, state, feature_map, names, hidden, segments, normalize, shape, blocks, keep, *tensors
+        )
     return out, LinearAttentionState(final[..., :-1], final[..., -1]) if output_final_state else None
 
 
@@ -145,53 +148,55 @@ def _visible(matrix: Tensor, group: int, gates: _Gates | None) -> Tensor:
 
 
 class CausalChunk(torch.autograd.Function):
-    """(q, k, v, hat state or None, ...) -> (out, final hat state)."""
+    """(q, k, v, hat state or None, ..., parameters of the map) -> (out, final hat state)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, state, feature_map, hidden, segments, normalize, features, blocks, keep):
+    def forward(
+        ctx, q, k, v, state, feature_map, names, hidden, segments, normalize, state_shape, blocks, keep, *parameters
+    ):
         dtype = state_dtype(q, k, v)
-        loader = Loader(q, k, v, feature_map, hidden, dtype)
+        loader = Loader(q, k, v, feature_map, dict(zip(names, parameters)), hidden, dtype)
         space, group = loader.space, loader.group
-        shape = (q.shape[0], loader.heads, features, v.shape[-1] + 1)
-        carry = q.new_zeros(shape, dtype=dtype) if state is None else state.clone()
+        carry = q.new_zeros(state_shape, dtype=dtype) if state is None else state.clone()
         out = v.new_empty(*q.shape[:-1], v.shape[-1])
         denominator = q.new_empty((*q.shape[:-1], 1) if keep and normalize else (0,), dtype=dtype)
-        starts = q.new_empty((len(blocks), *shape) if keep else (0,), dtype=dtype)
+        starts = q.new_empty((len(blocks), *state_shape) if keep else (0,), dtype=dtype)
 
         for index, block in enumerate(blocks):
             if keep:
                 starts[index].copy_(carry)
             gates = _gates(segments, block, dtype)
-            query, key, value = loader.phi_q(block), loader.phi_k(block), loader.values(block)
+            query, key, value = loader.query(block), loader.key(block), loader.value(block)
             states = _chunk_states(loader, key, value, carry, gates)
             weights = _visible(space.product("weights", as_rows(query), key.transpose(-1, -2)), group, gates)
             sums = space.product("out", weights, value)
             add_product(sums, as_rows(query if gates is None else query * gates.query), states)
-            sums, target = sums.unflatten(3, (group, -1)), loader.queries(out, block)
+            sums, target = sums.unflatten(3, (group, -1)), loader.view_q(out, block)
             if normalize:
-                write_ratio(sums, target, loader.queries(denominator, block) if keep else None)
+                write_ratio(sums, target, loader.view_q(denominator, block) if keep else None)
             else:
                 target.copy_(sums[..., :-1])
 
-        ctx.save_for_backward(q, k, v, hidden, segments, out, denominator, starts)
-        ctx.feature_map, ctx.normalize, ctx.blocks, ctx.has_state = feature_map, normalize, blocks, state is not None
+        ctx.save_for_backward(q, k, v, hidden, segments, out, denominator, starts, *parameters)
+        ctx.feature_map, ctx.names, ctx.normalize, ctx.has_state = feature_map, names, normalize, state is not None
+        ctx.blocks = blocks
         return out, carry
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx, grad_out, grad_state):
-        q, k, v, hidden, segments, out, denominator, starts = ctx.saved_tensors
-        loader = Loader(q, k, v, ctx.feature_map, hidden, starts.dtype)
+        q, k, v, hidden, segments, out, denominator, starts, *parameters = ctx.saved_tensors
+        loader = Loader(q, k, v, ctx.feature_map, dict(zip(ctx.names, parameters)), hidden, starts.dtype)
+        loader.open_gradients()
         space, group = loader.space, loader.group
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         later = grad_state.to(starts.dtype, copy=True)  # R, the gradient of hat mu after the block
 
         with torch.autocast(q.device.type, enabled=False):
             for block, start in zip(reversed(ctx.blocks), reversed(starts.unbind())):
                 gates = _gates(segments, block, starts.dtype)
-                query, key, value = loader.phi_q(block), loader.phi_k(block), loader.values(block)
+                query, key, value = loader.query(block), loader.key(block), loader.value(block)
                 states = _chunk_states(loader, key, value, start.clone(), gates)
-                grad_sums = grad_of_sums(loader, block, grad_out, out, denominator if ctx.normalize else None)
+                grad_sums = loader.grad_sums(block, grad_out, out, denominator if ctx.normalize else None)
                 far = as_rows(query if gates is None else query * gates.query)
                 pulled = space.product("sums", far.transpose(-1, -2), grad_sums)
                 after = _scan(space, "after", pulled, later, gates, reverse=True)
@@ -210,11 +215,9 @@ class CausalChunk(torch.autograd.Function):
                 add_product(grad_key, grad_weights.transpose(-1, -2), as_rows(query))
                 add_product(grad_value, weights.transpose(-1, -2), grad_sums[..., :-1])
 
-                source_q, source_k = loader.queries(q, block), loader.keys(k, block)
-                grad_query = loader.pull_back(source_q, query, grad_query.unflatten(3, (group, -1)))
-                grad_key = loader.pull_back(source_k, key, grad_key)
-                loader.queries(grad_q, block).copy_(grad_query)
-                loader.keys(grad_k, block).copy_(loader.mask(grad_key, block))
-                loader.keys(grad_v, block).copy_(loader.mask(grad_value, block))
+                loader.grad_value(block, grad_value)
+                loader.grad_query(block, query, grad_query.unflatten(3, (group, -1)))
+                loader.grad_key(block, key, grad_key)
 
-        return grad_q, grad_k, grad_v, later if ctx.has_state else None, *(None,) * 7
+        grads = (loader.grad_q, loader.grad_k, loader.grad_v, later if ctx.has_state else None)
+        return *grads, *(None,) * 8, *loader.grad_parameters.values()

@@ -290,10 +290,11 @@ class _ProjectedMap(FeatureMap):
         weight = getattr(self, f"{prefix}weight").to(x.dtype)
         # a group of query heads reads the weights of one head: [B, T, heads, group, D] x [heads, D, P]
         grouped = x.unflatten(2, (weight.shape[0], -1))
-        projected = torch.einsum("bthgd,hdp->bthgp", grouped, weight)
-        if self.has_bias:
-            projected = projected + getattr(self, f"{prefix}bias").to(x.dtype).unsqueeze(1)
-        return self(projected.flatten(2, 3))
+        with torch.autocast(x.device.type, enabled=False):
+            projected = torch.einsum("bthgd,hdp->bthgp", grouped, weight)
+            if self.has_bias:
+                projected = projected + getattr(self, f"{prefix}bias").to(x.dtype).unsqueeze(1)
+            return self(projected.flatten(2, 3))
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, projection_dim={self.projection_dim}, tied={self.tied}"

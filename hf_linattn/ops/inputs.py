@@ -79,8 +79,12 @@ def check_key_mask(key_mask: Tensor, batch: int, keys: int) -> None:
         raise ValueError(f"key_mask has shape {list(key_mask.shape)}; it must be [B, S] = [{batch}, {keys}]")
     if key_mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
-    if not bool(((key_mask == 0) | (key_mask == 1)).all()):
-        raise ValueError(f"key_mask ({key_mask.dtype}) must hold only 0 (padding) and 1 (real key)")
+    wrong = (key_mask != 0) & (key_mask != 1)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"key_mask ({key_mask.dtype}) holds {key_mask[wrong][0].item()}; it must hold only 0 (padding) and 1 "
+            "(real key)"
+        )
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int, keys: int) -> None:

@@ -56,9 +56,7 @@ def recurrent_linear_attention(
     grouped = phi_q.unflatten(2, (heads, -1))  # [B, T, Hk, G, F]
     state = initial_state
     if state is None:
-        state = LinearAttentionState.zeros(
-            batch, heads, dim, values.shape[-1], dtype=phi_k.dtype, device=phi_k.device
-        )
+        state = LinearAttentionState.zeros(batch, heads, dim, values.shape[-1], dtype=phi_k.dtype, device=phi_k.device)
     else:
         state = state.to(phi_k.dtype)
 

@@ -37,8 +37,11 @@ def check_attention_mask(mask: Any, batch: int, length: int, past: int | Tensor,
         raise ValueError(f"attention_mask covers {mask.shape[1]} tokens, the input has {length}")
     if mask.dtype == torch.bool or length == 1 or torch.compiler.is_compiling():
         return
-    if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError(f"attention_mask ({mask.dtype}) must hold only 0 (padding) and 1 (real token)")
+    wrong = (mask != 0) & (mask != 1)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"attention_mask ({mask.dtype}) holds {mask[wrong][0].item()}; it must hold only 0 (padding) and 1 (real)"
+        )
 
 
 def key_mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:

@@ -1,0 +1,1 @@
+"""Measurements: `compare` and `ops` write JSON, `plots` and `tables` read it and nothing else."""

@@ -1,0 +1,169 @@
+"""Pictures from result files, and from nothing else.
+
+    python -m hf_linattn.benchmark.plots runs/demo/results.json --out figures
+
+Lines differ in dash and marker as well as in shade, and carry their names: a grey printout reads as well.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .record import read_json
+from .tables import bytes_text
+
+STYLES = (
+    {"color": "#0b4f9c", "linestyle": "-", "marker": "o"},
+    {"color": "#c46a00", "linestyle": "--", "marker": "s"},
+    {"color": "#555555", "linestyle": ":", "marker": "^"},
+)
+
+
+def figure(title: str, xlabel: str, ylabel: str) -> tuple[Any, Any]:
+    # The object interface: no global state, no window system.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(fig)
+    axes = fig.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    return fig, axes
+
+
+def lines(axes: Any, x: list[float], series: dict[str, list[float]]) -> None:
+    """Lines on log axes, each with its name at its right end."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(x, [f"{value:,}" for value in x])
+    axes.minorticks_off()
+    for (name, y), style in zip(series.items(), STYLES, strict=False):
+        axes.plot(x, y, linewidth=1.8, markersize=5, **style)
+        axes.annotate(
+            name,
+            (x[-1], y[-1]),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            color=style["color"],
+            fontsize=9,
+        )
+    axes.margins(x=0.04, y=0.12)
+
+
+def round_ticks(axes: Any, values: list[float]) -> None:
+    """1, 2 and 5 times powers of ten on the y axis; only the powers where that would be many."""
+    low, high = min(values) / 1.6, max(values) * 1.6
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [m * 10**e for e in powers for m in (1, 2, 5) if low <= m * 10**e <= high]
+    if len(ticks) > 8:
+        ticks = [10**e for e in powers if low <= 10**e <= high]
+    axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def byte_ticks(axes: Any, values: list[float]) -> None:
+    """Powers of four on the y axis, in binary units."""
+    exponents = range(math.floor(math.log(min(values), 4)), math.ceil(math.log(max(values), 4)) + 1)
+    axes.set_yticks([4**e for e in exponents], [bytes_text(4**e) for e in exponents])
+    axes.minorticks_off()
+
+
+def plot_compare(result: dict[str, Any], folder: Path) -> list[Path]:
+    """cache.png and ms_per_token.png."""
+    contexts = [row["context"] for row in result["rows"]]
+    sides = {"linear attention": "model", "Llama": "llama"}
+    paths = []
+    for measure, title, unit, ticks in (
+        ("cache_bytes", "Cache while generating", "", byte_ticks),
+        ("ms_per_token", "Time per generated token", "milliseconds", round_ticks),
+    ):
+        fig, axes = figure(f"{title} ({result['device']}, {result['dtype']})", "context (tokens)", unit)
+        series = {name: [row[side][measure] for row in result["rows"]] for name, side in sides.items()}
+        lines(axes, contexts, series)
+        ticks(axes, [y for ys in series.values() for y in ys])
+        paths.append(folder / f"{measure.removesuffix('_bytes')}.png")
+        fig.savefig(paths[-1])
+    return paths
+
+
+def plot_ops(result: dict[str, Any], folder: Path) -> list[Path]:
+    """ops_forward.png and ops_forward_backward.png."""
+    lengths = [row["length"] for row in result["rows"]]
+    paths = []
+    for name in ("forward", "forward+backward"):
+        fig, axes = figure(
+            f"Attention, {name} ({result['device']}, {result['dtype']})", "length (tokens)", "milliseconds"
+        )
+        series = {
+            "linear": [row[name]["linear_ms"] for row in result["rows"]],
+            "softmax": [row[name]["softmax_ms"] for row in result["rows"]],
+        }
+        lines(axes, lengths, series)
+        round_ticks(axes, [y for ys in series.values() for y in ys])
+        paths.append(folder / f"ops_{name.replace('+', '_')}.png")
+        fig.savefig(paths[-1])
+    return paths
+
+
+def plot_train(result: dict[str, Any], folder: Path) -> list[Path]:
+    """training.png: held-out bits per byte over steps, with the baselines as level lines."""
+    fig, axes = figure("Held-out text", "optimizer steps", "bits per byte")
+    steps, values = zip(*result["evaluations"], strict=True)
+    axes.plot(steps, values, linewidth=1.8, markersize=5, **STYLES[0])
+    axes.annotate(
+        f"model {values[-1]:.2f}", (steps[-1], values[-1]), xytext=(7, 0), textcoords="offset points", va="center",
+        color=STYLES[0]["color"], fontsize=9,
+    )  # fmt: skip
+    levels = {name: baseline["bits_per_byte"] for name, baseline in (result["baselines"] or {}).items()}
+    for (name, level), style in zip(levels.items(), STYLES[1:], strict=False):
+        axes.axhline(level, linewidth=1.2, color=style["color"], linestyle=style["linestyle"])
+        highest = level == max(levels.values())  # one name above its line, the other below: they may be close
+        axes.annotate(
+            f"{name} {level:.2f}", (steps[0], level), xytext=(0, 4 if highest else -4), textcoords="offset points",
+            va="bottom" if highest else "top", color=style["color"], fontsize=9,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    round_ticks(axes, [*values, *levels.values()])
+    path = folder / "training.png"
+    fig.savefig(path)
+    return [path]
+
+
+PLOTS: dict[str, Callable[[dict[str, Any], Path], list[Path]]] = {
+    "compare": plot_compare,
+    "ops": plot_ops,
+    "train": plot_train,
+}
+
+
+def plot(result: dict[str, Any], folder: str | Path) -> list[Path]:
+    """Draws a result, or each result in a file of several (`kind: demo`); returns the files written."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if result["kind"] in PLOTS:
+        return PLOTS[result["kind"]](result, folder)
+    parts = [value for value in result.values() if isinstance(value, dict) and value.get("kind") in PLOTS]
+    if not parts:
+        raise ValueError(f"no picture for kind {result['kind']!r}; known: {', '.join(PLOTS)}")
+    return [path for part in parts for path in plot(part, folder)]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", help="JSON files")
+    parser.add_argument("--out", default="figures", help="folder for the PNG files")
+    arguments = parser.parse_args(argv)
+    for path in arguments.results:
+        for written in plot(read_json(path), arguments.out):
+            print(written)
+
+
+if __name__ == "__main__":
+    main()

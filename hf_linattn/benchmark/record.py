@@ -1,0 +1,107 @@
+"""What every measurement says about itself: how it was run, on what code, on what machine."""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "triton")
+
+
+def record(seed: int | None = None, launcher: str = "python") -> dict[str, Any]:
+    """The record that goes into a result file: command, commit, versions, hardware, seed and date.
+
+    Args:
+        seed: the seed of the run.
+        launcher: what started the script, where it was not plain `python`.
+    """
+    return {
+        "command": command(launcher),
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "seed": seed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def command(launcher: str = "python") -> str:
+    """The command line that runs this again, with the script relative to the working directory."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        program = ["-m", spec.name.removesuffix(".__main__")]
+    else:
+        script = Path(sys.argv[0]).resolve()
+        program = [str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else script.name]
+    return f"{launcher} {shlex.join([*program, *sys.argv[1:]])}"
+
+
+def commit() -> str | None:
+    """The git commit of this package's source, `-dirty` if tracked files differ; None where it is not in git."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # installed inside somebody else's repository?
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": memory_gib(),
+        "gpus": gpus,
+    }
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def write_json(path: str | os.PathLike, result: dict[str, Any]) -> None:
+    """Writes a result file, making its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    return json.loads(Path(path).read_text())

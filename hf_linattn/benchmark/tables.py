@@ -1,0 +1,102 @@
+"""Markdown tables from result files, and from nothing else.
+
+python -m hf_linattn.benchmark.tables runs/demo/results.json [--out table.md]
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .record import read_json
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; all columns but the first are numbers and stand to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def bytes_text(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:,.4g} GiB"
+
+
+def milliseconds_text(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def ratio_text(value: float) -> str:
+    return f"{value:.2f}x" if value < 10 else f"{value:,.0f}x"
+
+
+def compare_table(result: dict[str, Any]) -> str:
+    """Cache and time per token of the model and the Llama at each context length."""
+    rows = [
+        [
+            f"{row['context']:,}",
+            bytes_text(row["model"]["cache_bytes"]),
+            bytes_text(row["llama"]["cache_bytes"]),
+            ratio_text(row["llama_over_model"]["cache_bytes"]),
+            milliseconds_text(row["model"]["ms_per_token"]),
+            milliseconds_text(row["llama"]["ms_per_token"]),
+            ratio_text(row["llama_over_model"]["ms_per_token"]),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["context (tokens)", "cache", "Llama's cache", "ratio", "ms/token", "Llama's ms/token", "ratio"]
+    return table(header, rows)
+
+
+def ops_table(result: dict[str, Any]) -> str:
+    """Milliseconds of linear and softmax attention at each length, and their ratio."""
+    passes = ("forward", "forward+backward")
+    header = ["length", *(f"{name}, {column}" for name in passes for column in ("linear ms", "softmax ms", "ratio"))]
+    rows = []
+    for row in result["rows"]:
+        cells = [f"{row['length']:,}"]
+        for name in passes:
+            cells += [milliseconds_text(row[name]["linear_ms"]), milliseconds_text(row[name]["softmax_ms"])]
+            cells += [ratio_text(row[name]["softmax_over_linear"])]
+        rows.append(cells)
+    return table(header, rows)
+
+
+def train_table(result: dict[str, Any]) -> str:
+    """Held-out bits per byte before and after training, beside the baselines."""
+    rows = [["the model, untrained", f"{result['bits_per_byte']['before']:.3f}"]]
+    rows += [[each["what"], f"{each['bits_per_byte']:.3f}"] for each in (result["baselines"] or {}).values()]
+    rows += [[f"the model, after {result['tokens_seen']:,} tokens", f"{result['bits_per_byte']['after']:.3f}"]]
+    return table(["held-out text", "bits per byte"], rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"compare": compare_table, "ops": ops_table, "train": train_table}
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of a result; of a file of several results (`kind: demo`), all their tables."""
+    if result["kind"] in TABLES:
+        return TABLES[result["kind"]](result)
+    parts = [value for value in result.values() if isinstance(value, dict) and value.get("kind") in TABLES]
+    if not parts:
+        raise ValueError(f"no table for kind {result['kind']!r}; known: {', '.join(TABLES)}")
+    return "\n".join(map(render, parts))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", help="JSON files")
+    parser.add_argument("--out", help="file to write; by default the tables are printed")
+    arguments = parser.parse_args(argv)
+    text = "\n".join(render(read_json(path)) for path in arguments.results)
+    if arguments.out:
+        Path(arguments.out).write_text(text)
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
