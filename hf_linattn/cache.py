@@ -63,19 +63,24 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         """Bytes of mu, nu and the convolution tails."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
-    def read(self, batch_size: int, heads: int, value_dim: int) -> LinearAttentionState | None:
-        """The state to continue from, checked against what the layer of the model expects."""
+    def read(self, heads: int, value_dim: int, tails: tuple[tuple[int, int], ...] = ()) -> LinearAttentionState | None:
+        """The state to continue from, checked against what the layer of the model expects.
+
+        Args:
+            tails: (kernel - 1, channels) of each short convolution.
+        """
         if not self.is_initialized:
             return None
-        if self.mu.shape[0] != batch_size:
-            raise ValueError(
-                f"the cache holds batch size {self.mu.shape[0]}, but the input has {batch_size}; use a new cache, or "
-                "cache.batch_repeat_interleave / batch_select_indices to change its rows"
-            )
         if self.mu.shape[1] != heads or self.mu.shape[3] != value_dim:
             raise ValueError(
                 f"the cache comes from another model: its mu is {list(self.mu.shape)}, this layer needs "
-                f"[{batch_size}, {heads}, F, {value_dim}]"
+                f"[B, {heads}, F, {value_dim}]"
+            )
+        held = tuple(tuple(tail.shape[1:]) for tail in self.conv_tails)
+        if held != tails:
+            raise ValueError(
+                f"the cache comes from another model: its convolution tails (kernel - 1, channels) are {held}, this "
+                f"layer needs {tails}"
             )
         return LinearAttentionState(self.mu, self.nu)
 
@@ -247,8 +252,11 @@ def linear_layers(cache: Cache | None) -> list[KernelLinearAttentionLayer]:
     return [layer for layer in cache.layers if isinstance(layer, KernelLinearAttentionLayer)] if cache else []
 
 
-def adopt_cache(cache: Cache, config: PreTrainedConfig) -> Cache:
-    """Check that `cache` fits a model of `config`; an empty `DynamicCache()` without layers gets the right ones."""
+def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cache:
+    """Check that `cache` fits a model of `config` and an input of `batch_size` rows, before any layer is written.
+
+    An empty `DynamicCache()` without layers gets the right ones.
+    """
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache must be a transformers Cache (LinearAttentionCache(model.config)), got {type(cache).__name__}"
@@ -266,6 +274,12 @@ def adopt_cache(cache: Cache, config: PreTrainedConfig) -> Cache:
             raise ValueError(
                 f"cache layer {index} is a {type(layer).__name__}, but layer {index} of the model is {layer_type!r}; "
                 "build the cache with LinearAttentionCache(model.config)"
+            )
+        held = getattr(layer, "mu", layer.keys)
+        if layer.is_initialized and held.numel() and held.shape[0] != batch_size:
+            raise ValueError(
+                f"the cache holds batch size {held.shape[0]}, but the input has {batch_size}; use a new cache, or "
+                "cache.batch_repeat_interleave / batch_select_indices to change its rows"
             )
     return cache
 

@@ -97,7 +97,9 @@ class LinearAttention(nn.Module):
         if layer is not None:
             prefetch_next(cache, self.layer_idx, hidden_states.device)
             layer.prefetch()
-            state = layer.read(batch, self.num_key_value_heads, self.head_dim)
+            convolutions = (self.q_conv, self.k_conv, self.v_conv) if self.q_conv is not None else ()
+            shapes = tuple((conv.kernel_size - 1, conv.channels) for conv in convolutions)
+            state = layer.read(self.num_key_value_heads, self.head_dim, shapes)
             tails = layer.conv_tails
         q, k, v, tails = self._project(hidden_states, position_embeddings, attention_mask, tails, packing)
 

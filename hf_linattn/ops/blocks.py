@@ -1,14 +1,22 @@
-"""Blocks: how the chunk form cuts a sequence into pieces that stay in cache, and the buffers it computes them in."""
+"""Blocks: how the chunk form cuts a sequence into pieces that stay in cache, and the buffers it computes them in.
+
+Inside a block of n chunks of C tokens, chunks come first and heads before time: queries [n, B, Hk, G, C, X], keys and
+values [n, B, Hk, C, X]. A product over them has N = n B Hk matrices, in which the G query heads of a key head are
+more rows.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import threading
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+KEPT_BYTES = 64 * 2**20  # buffers that a CPU thread keeps from call to call
 
 
 class Block(NamedTuple):
@@ -41,62 +49,115 @@ def cut(length: int, heads: int, state_size: int, chunk_size: int | None, device
     return blocks
 
 
-class Workspace:
-    """Buffers by name, handed out as views and overwritten by the next block; none outlives a call.
+class Shape(NamedTuple):
+    """Everything that the buffers of a block depend on."""
 
-    On a CPU, where touching fresh pages costs more than the arithmetic, a thread keeps its buffers from call to call
-    (a few MB: their size follows the block, not the sequence).
+    chunks: int
+    batch: int
+    heads: int  # Hk
+    group: int  # G
+    size: int  # C
+    features: int  # F
+    values: int  # E
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Frame:
+    """The buffers of a block, and the views that the products take; overwritten by the next block.
+
+    `products` are what `torch.bmm` reads and writes: [N, rows, columns]. `states` has a slot more than there are
+    chunks: slot c is hat mu before chunk c, and the last is hat mu after the block.
     """
 
-    _kept = threading.local()
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        chunks, batch, heads, group, size, features, values = shape[:7]
+        count, rows = chunks * batch * heads, group * size
+        self.phi_q = self._new(chunks, batch, heads, group, size, features)
+        self.q = self.phi_q.view(count, rows, features)
+        self.phi_k = self._new(chunks, batch, heads, size, features)
+        self.k = self.phi_k.view(count, size, features)
+        self.values = self._new(chunks, batch, heads, size, values + 1)
+        self.values[..., -1] = 1
+        self.ones_are_masked = False
+        self.v = self.values.view(count, size, values + 1)
+        self.states = self._new(chunks + 1, batch, heads, features, values + 1)
+        self.entering = self.states[:-1].view(count, features, values + 1)
+        self.leaving = self.states[1:].view(count, features, values + 1)
+        self.weights = self._new(count, rows, size)
+        self.weights_by_head = self.weights.view(chunks, batch, heads, group, size, size)
+        self.sums = self._new(count, rows, values + 1)
+        by_head = self.sums.view(chunks, batch, heads, group, size, values + 1)
+        self.numerator, self.denominator = by_head[..., :-1], by_head[..., -1:]
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self._dtype, self._device = dtype, device
-        self._buffers: dict[str, Tensor] = {}
+    @functools.cached_property
+    def grad_weights(self) -> Tensor:
+        return torch.empty_like(self.weights)
 
-    @classmethod
-    def current(cls, dtype: torch.dtype, device: torch.device) -> Workspace:
-        """The workspace of this thread for `dtype` on a CPU; a new one elsewhere."""
-        if device.type != "cpu" or torch.compiler.is_compiling():
-            return cls(dtype, device)
-        kept = cls._kept.__dict__
-        if dtype not in kept:
-            kept[dtype] = cls(dtype, device)
-        return kept[dtype]
+    @functools.cached_property
+    def grad_q(self) -> Tensor:
+        return torch.empty_like(self.q)
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An uninitialised contiguous view of `shape`; what `name` held before is lost."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # it may serve a later call outside inference mode
-                buffer = self._buffers[name] = torch.empty(size, dtype=self._dtype, device=self._device)
-        return buffer[:size].view(shape)
+    @functools.cached_property
+    def grad_k(self) -> Tensor:
+        return torch.empty_like(self.k)
 
-    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b for equal leading dimensions, in the buffer `name`."""
-        out = self.get(name, (*a.shape[:-1], b.shape[-1]))
-        torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=out.flatten(0, -3))
-        return out
+    @functools.cached_property
+    def grad_v(self) -> Tensor:
+        return self._new(*self.k.shape[:2], self.shape.values)
+
+    @functools.cached_property
+    def grad_states(self) -> Tensor:
+        """Slot c + 1 is R, the gradient of hat mu after chunk c; slot 0 that of hat mu before the block."""
+        return torch.empty_like(self.states)
+
+    @functools.cached_property
+    def scratch(self) -> dict[tuple[int, ...], Tensor]:
+        return {}
+
+    def scratch_like(self, source: Tensor) -> Tensor:
+        """A contiguous buffer of the shape of `source`."""
+        if source.shape not in self.scratch:
+            self.scratch[source.shape] = self._new(*source.shape)
+        return self.scratch[source.shape]
+
+    @property
+    def nbytes(self) -> int:
+        own = (x for x in self.__dict__.values() if isinstance(x, Tensor) and x._base is None)
+        return sum(x.nbytes for x in (*own, *self.scratch.values()))
+
+    def _new(self, *shape: int) -> Tensor:
+        with torch.inference_mode(False):  # it may serve a later call outside inference mode
+            return torch.empty(shape, dtype=self.shape.dtype, device=self.shape.device)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b for equal leading dimensions, in place."""
-    total.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+_kept = threading.local()
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """The query heads of a group are more rows of one product: [B, Hk, n, G, C, X] -> [B, Hk, n, G C, X]."""
-    return x.flatten(3, 4)
+def frame_of(shape: Shape) -> Frame:
+    """The frame for `shape`. On a CPU, where touching fresh pages costs more than the arithmetic, a thread keeps its
+    latest frames (up to `KEPT_BYTES`; their size follows the block, not the sequence)."""
+    if shape.device.type != "cpu" or torch.compiler.is_compiling():
+        return Frame(shape)
+    frames = _kept.__dict__.setdefault("frames", OrderedDict())
+    if shape not in frames:
+        frames[shape] = Frame(shape)
+        while len(frames) > 1 and sum(frame.nbytes for frame in frames.values()) > KEPT_BYTES:
+            frames.popitem(last=False)
+    frames.move_to_end(shape)
+    return frames[shape]
 
 
-def write_ratio(sums: Tensor, target: Tensor, denominator: Tensor | None) -> None:
-    """Divide hat n [..., E + 1] into `target`, and keep the denominator (infinite where it is 0: x / inf = 0)."""
-    total = sums[..., -1:]
-    total.masked_fill_(total == 0, math.inf)
-    torch.div(sums[..., :-1], total, out=target)
-    if denominator is not None:
-        denominator.copy_(total)
+def divide_sums(frame: Frame, target: Tensor) -> Tensor:
+    """target = numerator / denominator of `frame.sums`; returns the denominator, infinite where it is 0.
+
+    x / inf = 0: a row that sees no key gets 0 here, and a gradient of 0 in the backward, which divides by the same.
+    """
+    denominator = frame.scratch_like(frame.denominator).copy_(frame.denominator)
+    denominator.masked_fill_(denominator == 0, math.inf)
+    torch.div(frame.numerator, denominator, out=target)
+    return denominator
 
 
 def without_autocast(function):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Block, Workspace, add_product, as_rows, cut, first_order_only, write_ratio
+from .blocks import Block, Frame, cut, divide_sums, first_order_only
 from .feature_maps import FeatureMap
 from .inputs import check_feature_dim, check_inputs, per_document, resolve_feature_map, segment_ids
 from .loader import Loader, map_parameters
@@ -83,13 +83,13 @@ def chunk_linear_attention(
         state = torch.cat([initial_state.mu, initial_state.nu.unsqueeze(-1)], -1).to(dtype)  # [B, Hk, F, E + 1]
     parameters = map_parameters(feature_map)
     names, tensors = tuple(parameters), tuple(parameters.values())
+    shape = (q.shape[0], k.shape[2], features, v.shape[-1] + 1)
     if not causal:
-        out, final = NonCausal.apply(q, k, v, state, feature_map, names, hidden, normalize, features, *tensors)
+        out, final = NonCausal.apply(q, k, v, state, feature_map, names, hidden, normalize, shape, *tensors)
     else:
         segments = None if cu_seqlens is None else segment_ids(cu_seqlens, q.shape[1])
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, state, *tensors))
         blocks = cut(q.shape[1], q.shape[0] * q.shape[2], features * v.shape[-1], chunk_size, q.device)
-        shape = (q.shape[0], k.shape[2], features, v.shape[-1] + 1)
         out, final = CausalChunk.apply(
             q, k, v, state, feature_map, names, hidden, segments, normalize, shape, blocks, keep, *tensors
         )
@@ -99,52 +99,47 @@ def chunk_linear_attention(
 class _Gates(NamedTuple):
     """Which tokens of packed documents see each other, in one block; 0 or 1."""
 
-    within: Tensor  # [B, 1, n, 1, C, C]  query and key belong to one document
-    query: Tensor  # [B, 1, n, 1, C, 1]  the query's document began before this chunk
-    key: Tensor  # [B, 1, n, C, 1]  the key's document goes on after this chunk
-    carry: Tensor  # [B, n, 1, 1, 1]  the document that enters the chunk is the one that leaves it
+    within: Tensor  # [n, B, 1, 1, C, C]  query and key belong to one document
+    query: Tensor  # [n, B, 1, 1, C, 1]  the query's document began before this chunk
+    key: Tensor  # [n, B, 1, C, 1]  the key's document goes on after this chunk
+    carry: Tensor  # [n, B, 1, 1, 1]  the document that enters the chunk is the one that leaves it
 
 
 def _gates(segments: Tensor | None, block: Block, dtype: torch.dtype) -> _Gates | None:
     if segments is None:
         return None
-    ids = segments[:, block.tokens].unflatten(1, (block.chunks, block.size))  # [B, n, C]
+    ids = segments[:, block.tokens].unflatten(1, (block.chunks, block.size)).transpose(0, 1)  # [n, B, C]
     last = ids[..., -1]
-    before = segments[:, block.start - 1 : block.start] if block.start else torch.full_like(last[:, :1], -1)
-    entering = torch.cat([before, last[:, :-1]], 1)
+    before = segments[:, block.start - 1] if block.start else torch.full_like(last[0], -1)
+    entering = torch.cat([before.unsqueeze(0), last[:-1]])
     return _Gates(
-        (ids.unsqueeze(-1) == ids.unsqueeze(-2))[:, None, :, None].to(dtype),
-        (ids == entering.unsqueeze(-1))[:, None, :, None, :, None].to(dtype),
-        (ids == last.unsqueeze(-1))[:, None, ..., None].to(dtype),
+        (ids.unsqueeze(-1) == ids.unsqueeze(-2))[:, :, None, None].to(dtype),
+        (ids == entering.unsqueeze(-1))[:, :, None, None, :, None].to(dtype),
+        (ids == last.unsqueeze(-1))[:, :, None, :, None].to(dtype),
         (entering == last)[..., None, None, None].to(dtype),
     )
 
 
-def _scan(space: Workspace, name: str, sums: Tensor, carry: Tensor, gates: _Gates | None, reverse: bool) -> Tensor:
-    """Exclusive running sums of [B, Hk, n, F, E + 1] over the chunks; `carry` [B, Hk, F, E + 1] moves on in place."""
-    before = space.get(name, sums.shape)
-    chunks = range(sums.shape[2])
-    for chunk in reversed(chunks) if reverse else chunks:
-        before[:, :, chunk].copy_(carry)
-        if gates is not None:
-            carry.mul_(gates.carry[:, chunk])
-        carry.add_(sums[:, :, chunk])
-    return before
+def _read_block(loader: Loader, frame: Frame, block: Block, carry: Tensor, gates: _Gates | None) -> Tensor:
+    """Load the block; fill frame.states, from `carry` on, and frame.weights. Returns the queries that see the past."""
+    loader.read_query(frame, block)
+    loader.read_key_value(frame, block)
+    keys = frame.k if gates is None else (frame.phi_k * gates.key).view_as(frame.k)
+    states = frame.states
+    torch.bmm(keys.transpose(1, 2), frame.v, out=frame.leaving)
+    states[0].copy_(carry)
+    for chunk in range(block.chunks):
+        states[chunk + 1].add_(states[chunk] if gates is None else states[chunk] * gates.carry[chunk])
+    torch.bmm(frame.q, frame.k.transpose(1, 2), out=frame.weights)
+    _hide_later(frame.weights_by_head, gates)
+    return frame.q if gates is None else (frame.phi_q * gates.query).view_as(frame.q)
 
 
-def _chunk_states(loader: Loader, key: Tensor, value: Tensor, carry: Tensor, gates: _Gates | None) -> Tensor:
-    """hat mu at the start of every chunk of a block: [B, Hk, n, F, E + 1]."""
-    kept = key if gates is None else key * gates.key
-    sums = loader.space.product("sums", kept.transpose(-1, -2), value)
-    return _scan(loader.space, "states", sums, carry, gates, reverse=False)
-
-
-def _visible(matrix: Tensor, group: int, gates: _Gates | None) -> Tensor:
-    """Zero what a causal query of the same document does not see, in place: [B, Hk, n, G C, C]."""
-    by_head = matrix.unflatten(3, (group, -1)).tril_()
+def _hide_later(by_head: Tensor, gates: _Gates | None) -> None:
+    """Zero what a causal query of the same document does not see, in place: [n, B, Hk, G, C, C]."""
+    by_head.tril_()
     if gates is not None:
         by_head.mul_(gates.within)
-    return matrix
 
 
 class CausalChunk(torch.autograd.Function):
@@ -155,8 +150,7 @@ class CausalChunk(torch.autograd.Function):
         ctx, q, k, v, state, feature_map, names, hidden, segments, normalize, state_shape, blocks, keep, *parameters
     ):
         dtype = state_dtype(q, k, v)
-        loader = Loader(q, k, v, feature_map, dict(zip(names, parameters)), hidden, dtype)
-        space, group = loader.space, loader.group
+        loader = Loader(q, k, v, feature_map, dict(zip(names, parameters)), hidden, state_shape[2], dtype)
         carry = q.new_zeros(state_shape, dtype=dtype) if state is None else state.clone()
         out = v.new_empty(*q.shape[:-1], v.shape[-1])
         denominator = q.new_empty((*q.shape[:-1], 1) if keep and normalize else (0,), dtype=dtype)
@@ -166,16 +160,18 @@ class CausalChunk(torch.autograd.Function):
             if keep:
                 starts[index].copy_(carry)
             gates = _gates(segments, block, dtype)
-            query, key, value = loader.query(block), loader.key(block), loader.value(block)
-            states = _chunk_states(loader, key, value, carry, gates)
-            weights = _visible(space.product("weights", as_rows(query), key.transpose(-1, -2)), group, gates)
-            sums = space.product("out", weights, value)
-            add_product(sums, as_rows(query if gates is None else query * gates.query), states)
-            sums, target = sums.unflatten(3, (group, -1)), loader.view_q(out, block)
+            frame = loader.frame(block)
+            past_queries = _read_block(loader, frame, block, carry, gates)
+            carry.copy_(frame.states[-1])
+            torch.bmm(frame.weights, frame.v, out=frame.sums)
+            frame.sums.baddbmm_(past_queries, frame.entering)
+            target = loader.view_q(out, block)
             if normalize:
-                write_ratio(sums, target, loader.view_q(denominator, block) if keep else None)
+                below = divide_sums(frame, target)
+                if keep:
+                    loader.view_q(denominator, block).copy_(below)
             else:
-                target.copy_(sums[..., :-1])
+                target.copy_(frame.numerator)
 
         ctx.save_for_backward(q, k, v, hidden, segments, out, denominator, starts, *parameters)
         ctx.feature_map, ctx.names, ctx.normalize, ctx.has_state = feature_map, names, normalize, state is not None
@@ -186,38 +182,42 @@ class CausalChunk(torch.autograd.Function):
     @first_order_only
     def backward(ctx, grad_out, grad_state):
         q, k, v, hidden, segments, out, denominator, starts, *parameters = ctx.saved_tensors
-        loader = Loader(q, k, v, ctx.feature_map, dict(zip(ctx.names, parameters)), hidden, starts.dtype)
+        named = dict(zip(ctx.names, parameters))
+        loader = Loader(q, k, v, ctx.feature_map, named, hidden, starts.shape[3], starts.dtype)
         loader.open_gradients()
-        space, group = loader.space, loader.group
         later = grad_state.to(starts.dtype, copy=True)  # R, the gradient of hat mu after the block
 
         with torch.autocast(q.device.type, enabled=False):
             for block, start in zip(reversed(ctx.blocks), reversed(starts.unbind())):
                 gates = _gates(segments, block, starts.dtype)
-                query, key, value = loader.query(block), loader.key(block), loader.value(block)
-                states = _chunk_states(loader, key, value, start.clone(), gates)
-                grad_sums = loader.grad_sums(block, grad_out, out, denominator if ctx.normalize else None)
-                far = as_rows(query if gates is None else query * gates.query)
-                pulled = space.product("sums", far.transpose(-1, -2), grad_sums)
-                after = _scan(space, "after", pulled, later, gates, reverse=True)
-                weights = _visible(space.product("weights", as_rows(query), key.transpose(-1, -2)), group, gates)
-                grad_weights = space.product("grad_weights", grad_sums, value.transpose(-1, -2))
-                _visible(grad_weights, group, gates)
+                frame = loader.frame(block)
+                past_queries = _read_block(loader, frame, block, start, gates)
+                loader.read_grad_sums(frame, block, grad_out, out, denominator if ctx.normalize else None)
+                torch.bmm(frame.sums, frame.v.transpose(1, 2), out=frame.grad_weights)
+                _hide_later(frame.grad_weights.view_as(frame.weights_by_head), gates)
 
-                grad_query = space.product("grad_q", grad_sums, states.transpose(-1, -2))
-                grad_key = space.product("grad_k", value, after.transpose(-1, -2))
-                grad_value = space.product("grad_v", key, after[..., :-1])
+                after = frame.grad_states  # pulled[c] = phi(Q)^T d hat n goes to slot c, then R runs back over it
+                torch.bmm(past_queries.transpose(1, 2), frame.sums, out=after[:-1].view_as(frame.leaving))
+                after[-1].copy_(later)
+                for chunk in reversed(range(block.chunks)):
+                    after[chunk].add_(after[chunk + 1] if gates is None else after[chunk + 1] * gates.carry[chunk])
+                later.copy_(after[0])
+                after = after[1:].view_as(frame.leaving)
+
+                torch.bmm(frame.sums, frame.entering.transpose(1, 2), out=frame.grad_q)
+                torch.bmm(frame.v, after.transpose(1, 2), out=frame.grad_k)
+                torch.bmm(frame.k, after[..., :-1], out=frame.grad_v)
                 if gates is not None:
-                    grad_query.unflatten(3, (group, -1)).mul_(gates.query)
-                    grad_key.mul_(gates.key)
-                    grad_value.mul_(gates.key)
-                add_product(grad_query, grad_weights, key)
-                add_product(grad_key, grad_weights.transpose(-1, -2), as_rows(query))
-                add_product(grad_value, weights.transpose(-1, -2), grad_sums[..., :-1])
+                    frame.grad_q.view_as(frame.phi_q).mul_(gates.query)
+                    frame.grad_k.view_as(frame.phi_k).mul_(gates.key)
+                    frame.grad_v.view(*frame.phi_k.shape[:-1], -1).mul_(gates.key)
+                frame.grad_q.baddbmm_(frame.grad_weights, frame.k)
+                frame.grad_k.baddbmm_(frame.grad_weights.transpose(1, 2), frame.q)
+                frame.grad_v.baddbmm_(frame.weights.transpose(1, 2), frame.sums[..., :-1])
 
-                loader.grad_value(block, grad_value)
-                loader.grad_query(block, query, grad_query.unflatten(3, (group, -1)))
-                loader.grad_key(block, key, grad_key)
+                loader.grad_value(frame, block, frame.grad_v)
+                loader.grad_query(frame, block, frame.grad_q)
+                loader.grad_key(frame, block, frame.grad_k)
 
         grads = (loader.grad_q, loader.grad_k, loader.grad_v, later if ctx.has_state else None)
         return *grads, *(None,) * 8, *loader.grad_parameters.values()

@@ -75,9 +75,9 @@ class FeatureMap(nn.Module):
     # The chunk form applies parameter-free maps block by block and recomputes them in its backward, so that no
     # [B, T, H, F] tensor lives longer than a block. These two hooks are what it calls.
 
-    def block_(self, x: Tensor, scratch: Tensor) -> Tensor:
-        """phi(x); may overwrite `x` and `scratch`, two buffers of the same shape."""
-        return self(x)
+    def map_into(self, out: Tensor, x: Tensor, scratch: Tensor) -> None:
+        """Write phi(x) into `out` [..., F], of the dtype of `x`; may overwrite `scratch`, shaped as `x`."""
+        out.copy_(self(x))
 
     def vjp(self, x: Tensor, phi: Tensor, grad: Tensor) -> Tensor:
         """grad^T dphi/dx at `x`, where phi(x) is already known; may overwrite `grad`."""
@@ -136,9 +136,9 @@ class Elu1(FeatureMap):
     def forward(self, x: Tensor) -> Tensor:
         return x.clamp(max=0).exp() + x.clamp(min=0)
 
-    def block_(self, x: Tensor, scratch: Tensor) -> Tensor:
+    def map_into(self, out: Tensor, x: Tensor, scratch: Tensor) -> None:
         torch.clamp(x, min=0, out=scratch)
-        return x.clamp_(max=0).exp_().add_(scratch)
+        torch.clamp(x, max=0, out=out).exp_().add_(scratch)
 
     def vjp(self, x: Tensor, phi: Tensor, grad: Tensor) -> Tensor:
         return grad.mul_(phi.clamp(max=1))
@@ -151,8 +151,8 @@ class Relu(FeatureMap):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu()
 
-    def block_(self, x: Tensor, scratch: Tensor) -> Tensor:
-        return x.relu_()
+    def map_into(self, out: Tensor, x: Tensor, scratch: Tensor) -> None:
+        torch.clamp(x, min=0, out=out)
 
     def vjp(self, x: Tensor, phi: Tensor, grad: Tensor) -> Tensor:
         return grad.masked_fill_(phi <= 0, 0)
@@ -165,8 +165,8 @@ class SquaredRelu(FeatureMap):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu().square()
 
-    def block_(self, x: Tensor, scratch: Tensor) -> Tensor:
-        return x.relu_().square_()
+    def map_into(self, out: Tensor, x: Tensor, scratch: Tensor) -> None:
+        torch.clamp(x, min=0, out=out).square_()
 
     def vjp(self, x: Tensor, phi: Tensor, grad: Tensor) -> Tensor:
         return grad.mul_(phi.sqrt()).mul_(2)
@@ -179,8 +179,8 @@ class Exp(FeatureMap):
     def forward(self, x: Tensor) -> Tensor:
         return x.exp()
 
-    def block_(self, x: Tensor, scratch: Tensor) -> Tensor:
-        return x.exp_()
+    def map_into(self, out: Tensor, x: Tensor, scratch: Tensor) -> None:
+        torch.exp(x, out=out)
 
     def vjp(self, x: Tensor, phi: Tensor, grad: Tensor) -> Tensor:
         return grad.mul_(phi)

@@ -1,7 +1,6 @@
 """Configuration of the decoder: Llama's fields, and what linear attention adds."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: @strict checks the types of fields, and cannot check their names.
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class LinAttnConfig(LlamaConfig):
     intermediate_size: int = 2048
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    layer_types: list[str] | None = None
+    layer_types: list[str] | tuple[str, ...] | None = None
     feature_map: str = "elu1"
     feature_map_kwargs: dict | None = None
     normalizer: str = "denominator"

@@ -35,8 +35,12 @@ def check_attention_mask(mask: Any, batch: int, length: int, past: int | Tensor,
             )
     elif mask.shape[1] < length:
         raise ValueError(f"attention_mask covers {mask.shape[1]} tokens, the input has {length}")
-    if mask.dtype == torch.bool or length == 1 or torch.compiler.is_compiling():
+    if mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
+    if length == 1:
+        if mask.device.type != "cpu":
+            return  # reading it would wait for the device at every step
+        mask = mask[:, -1:]  # the rest was checked when it was read
     wrong = (mask != 0) & (mask != 1)
     if bool(wrong.any()):
         raise ValueError(
@@ -124,11 +128,15 @@ def find_packing(
     return Packing(cu_seqlens, (flat.cumsum(0) - 1).view(batch, length))
 
 
-def restart_positions(packing: Packing) -> Tensor:
-    """Positions that count from 0 in every document: [B, T]."""
+def restart_positions(packing: Packing, key_mask: Tensor | None = None) -> Tensor:
+    """Positions that count the real tokens of every document from 0: [B, T]."""
     first = packing.cu_seqlens[packing.segments]
-    places = torch.arange(packing.segments.numel(), device=first.device).view_as(first)
-    return places - first
+    if key_mask is None:
+        before = torch.arange(packing.segments.numel(), device=first.device)
+    else:
+        real = key_mask.flatten().long()
+        before = real.cumsum(0) - real
+    return before.view_as(first) - before[first]
 
 
 def _starts_from_offsets(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:

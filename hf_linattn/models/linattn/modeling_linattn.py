@@ -106,6 +106,7 @@ class LinAttnModel(LinAttnPreTrainedModel):
     """The decoder without a head: token ids [B, T] to hidden states [B, T, hidden_size]."""
 
     def __init__(self, config: LinAttnConfig):
+        config.validate_architecture()  # fields can be changed after construction, as from_pretrained does
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -148,9 +149,17 @@ class LinAttnModel(LinAttnPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs.dim() != (2 if inputs_embeds is None else 3):
+            raise ValueError(
+                f"input_ids must be [B, T] and inputs_embeds [B, T, hidden_size], got shape {list(inputs.shape)}"
+            )
         batch, length = inputs.shape[:2]
         if batch == 0 or length == 0:
             raise ValueError(f"the input is empty: [B, T] = [{batch}, {length}]")
+        if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
+            raise ValueError(
+                f"position_ids has shape {list(position_ids.shape)}; it must be [B, T] = [{batch}, {length}] (or B = 1)"
+            )
         if inputs_embeds is None:
             if inputs.device.type == "cpu":
                 check_token_ids(input_ids, self.config.vocab_size)
@@ -159,7 +168,7 @@ class LinAttnModel(LinAttnPreTrainedModel):
         own_cache = cache is None and bool(use_cache)
         cache = LinearAttentionCache(self.config) if own_cache else cache
         if cache is not None:
-            adopt_cache(cache, self.config)
+            adopt_cache(cache, self.config, batch)
         past = cache.get_seq_length() if cache is not None else 0
         layers = linear_layers(cache)
         padding = layers[0].padding if layers else None
@@ -170,17 +179,14 @@ class LinAttnModel(LinAttnPreTrainedModel):
             key_mask, full_mask = prepared
         else:
             if attention_mask is not None:
-                attention_mask = attention_mask.to(inputs_embeds.device)
                 check_attention_mask(attention_mask, batch, length, past, whole=is_hybrid)
+                attention_mask = attention_mask.to(inputs_embeds.device)
             elif padding is not None and is_hybrid:
                 raise ValueError(
                     "earlier calls had padding, which full attention layers keep: pass attention_mask [B, past + T]"
                 )
             key_mask = key_mask_of(attention_mask, length)
-        is_fresh = isinstance(past, int) and past == 0
-        packing = None
-        if is_fresh or cu_seq_lens_q is not None or seq_idx is not None:
-            packing = find_packing(position_ids, key_mask, cu_seq_lens_q, seq_idx, batch, length)
+        packing = find_packing(position_ids, key_mask, cu_seq_lens_q, seq_idx, batch, length)
         if packing is not None:
             if cache is not None and not own_cache:
                 raise ValueError(
@@ -190,7 +196,9 @@ class LinAttnModel(LinAttnPreTrainedModel):
             cache = None
         if position_ids is None:
             position_ids = (
-                positions_of(key_mask, padding, past, inputs) if packing is None else restart_positions(packing)
+                positions_of(key_mask, padding, past, inputs)
+                if packing is None
+                else restart_positions(packing, key_mask)
             )
         if prepared is None:
             full_mask = self._full_mask(inputs_embeds, attention_mask, cache, packing, key_mask) if is_hybrid else None
