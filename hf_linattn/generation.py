@@ -44,14 +44,6 @@ class LinearAttentionGenerationMixin:
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
-    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs) -> None:
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            raise ValueError(
-                "assisted decoding and prompt lookup need a cache that can be rolled back, which linear attention "
-                "models do not have yet; drop assistant_model / prompt_lookup_num_tokens"
-            )
-        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-
     def _prefill(
         self,
         input_ids: Tensor,

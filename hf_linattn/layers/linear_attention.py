@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from ..cache import prefetch_next
+from ..cache import Recorded, prefetch_next
 from ..ops import attention_weights, linear_attention, make_feature_map
 from .short_conv import ShortConvolution
 
@@ -93,6 +93,10 @@ class LinearAttention(nn.Module):
         """
         batch, length, _ = hidden_states.shape
         layer = None if cache is None else cache.layers[self.layer_idx]
+        show = output_attentions if output_attentions is not None else self.config.output_attentions
+        records = layer is not None and layer.record_past
+        if records and length > layer.max_rollback and not show:
+            return self._in_two(length - layer.max_rollback, hidden_states, position_embeddings, attention_mask, cache)
         state, tails = None, ()
         if layer is not None:
             prefetch_next(cache, self.layer_idx, hidden_states.device)
@@ -101,7 +105,9 @@ class LinearAttention(nn.Module):
             shapes = tuple((conv.kernel_size - 1, conv.channels) for conv in convolutions)
             state = layer.read(self.num_key_value_heads, self.head_dim, shapes)
             tails = layer.conv_tails
-        q, k, v, tails = self._project(hidden_states, position_embeddings, attention_mask, tails, packing)
+        q, k, v, conv_inputs, old_tails, tails = self._project(
+            hidden_states, position_embeddings, attention_mask, tails, packing
+        )
 
         normalize = self.config.normalizer == "denominator"
         # without a denominator sums grow with length: they stay float32 until they are normalised
@@ -121,33 +127,56 @@ class LinearAttention(nn.Module):
             q, k, values, initial_state=state, output_final_state=layer is not None, **arguments
         )
         weights = None
-        if output_attentions if output_attentions is not None else self.config.output_attentions:
+        if show:
             weights = attention_weights(q, k, initial_state=state, **arguments)
             if packing is not None:
                 weights = _diagonal_blocks(weights, batch)
         if layer is not None:
-            layer.store(new_state, tails, length)
+            record = self._record(state, old_tails, k, values, conv_inputs, attention_mask) if records else None
+            layer.store(new_state, tails, length, record)
         if self.o_norm is not None:
             out = self.o_norm(out)
         out = out.reshape(batch, length, self.num_heads * self.head_dim).to(hidden_states.dtype)
         return self.o_proj(out), weights
 
+    def _in_two(self, head, hidden_states, position_embeddings, key_mask, cache) -> tuple[Tensor, None]:
+        """Read all but the last tokens unrecorded, so that what a rollback needs does not follow the prompt."""
+        layer, outs = cache.layers[self.layer_idx], []
+        for part, records in ((slice(None, head), False), (slice(head, None), True)):
+            layer.record_past = records
+            position = tuple(x[:, part] for x in position_embeddings)
+            mask = None if key_mask is None else key_mask[:, part]
+            outs.append(self.forward(hidden_states[:, part], position, mask, cache)[0])
+        return torch.cat(outs, 1), None
+
+    def _record(self, state, tails, k, values, conv_inputs, key_mask) -> Recorded:
+        """What this call adds, for `crop` to undo."""
+        phi_k = self.feature_map.key(k)
+        if key_mask is not None:
+            hidden = ~key_mask[..., None, None]
+            phi_k, values = phi_k.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
+        mu, nu = (None, None) if state is None else state
+        return Recorded(mu, nu, tails, phi_k, values, conv_inputs, key_mask)
+
     def _project(self, hidden_states, position_embeddings, key_mask, tails, packing):
-        """q [B, T, Hq, D], k and v [B, T, Hk, D], ready for phi, and the new convolution tails."""
+        """q [B, T, Hq, D], k and v [B, T, Hk, D], ready for phi; the convolutions' inputs, old and new tails."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        inputs, old = (), ()
         if self.q_conv is not None:
             segments = None if packing is None else packing.segments
-            old = tails or (None, None, None)
-            q, q_tail = self.q_conv(q, old[0], key_mask, segments)
-            k, k_tail = self.k_conv(k, old[1], key_mask, segments)
-            v, v_tail = self.v_conv(v, old[2], key_mask, segments)
+            inputs = (q, k, v)
+            convolutions = (self.q_conv, self.k_conv, self.v_conv)
+            old = tails or tuple(conv.empty_tail(x) for conv, x in zip(convolutions, inputs))
+            (q, q_tail), (k, k_tail), (v, v_tail) = (
+                conv(x, tail, key_mask, segments) for conv, x, tail in zip(convolutions, inputs, old)
+            )
             tails = (q_tail, k_tail, v_tail)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.config.rope_position == "before" and position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
-        return q, k, v, tails
+        return q, k, v, inputs, old, tails
 
 
 def _diagonal_blocks(weights: Tensor, batch: int) -> Tensor:

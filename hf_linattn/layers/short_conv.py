@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..cache import next_tail, real_first
+
 
 class ShortConvolution(nn.Module):
     """y_t = sum_j w_j * x_{t - K + 1 + j}, one filter per channel, over real tokens of one document.
@@ -34,6 +36,10 @@ class ShortConvolution(nn.Module):
         weight[:, -1] = 1
         return weight
 
+    def empty_tail(self, x: Tensor) -> Tensor:
+        """The tail before the first token of the rows of `x`."""
+        return x.new_zeros(x.shape[0], self.kernel_size - 1, self.channels)
+
     def forward(
         self,
         x: Tensor,
@@ -51,16 +57,17 @@ class ShortConvolution(nn.Module):
         Returns:
             y [B, T, C] (undefined on masked tokens) and the new tail [B, K - 1, C].
         """
-        batch, length, _ = x.shape
+        length = x.shape[1]
         reach = self.kernel_size - 1
         if tail is None:
-            tail = x.new_zeros(batch, reach, self.channels)
+            tail = self.empty_tail(x)
         if length == 1 and key_mask is None:
             window = torch.cat([tail.to(x.dtype), x], 1)
             return (window * self.weight.t()).sum(1, keepdim=True), window[:, 1:]
+        new_tail = next_tail(tail, x, key_mask)
         if key_mask is not None:
             # real tokens first, in order, so that they follow the tail without a gap
-            order = (~key_mask).to(torch.uint8).argsort(dim=1, stable=True)
+            order = real_first(key_mask)
             x = x.gather(1, order.unsqueeze(-1).expand_as(x))
             segments = None if segments is None else segments.gather(1, order)
         padded = torch.cat([tail.to(x.dtype), x], 1)  # [B, K - 1 + T, C]
@@ -72,11 +79,9 @@ class ShortConvolution(nn.Module):
                 taps = taps * _same_document(segments, back).unsqueeze(-1)
             out = torch.addcmul(out, taps, weight)
         if key_mask is None:
-            return out, padded[:, length:].clone()
+            return out, new_tail
         back_again = order.argsort(dim=1).unsqueeze(-1).expand_as(out)
-        last = key_mask.sum(1, keepdim=True) + torch.arange(reach, device=x.device)  # [B, K - 1]
-        tail = padded.gather(1, last.unsqueeze(-1).expand(batch, reach, self.channels))
-        return out.gather(1, back_again), tail
+        return out.gather(1, back_again), new_tail
 
     def extra_repr(self) -> str:
         return f"{self.channels}, kernel_size={self.kernel_size}"

@@ -1,7 +1,6 @@
-"""The generation cache: mu and nu per layer instead of keys and values, so that nothing grows with length.
+"""The cache layers: mu and nu of one linear attention layer, at replaced or at fixed addresses.
 
-Importing this module registers the layer types with transformers: `DynamicCache(config=...)` and
-`StaticCache(config=...)` then build these layers wherever a config says `"kernel_linear_attention"`.
+Importing this module registers them with transformers under their layer type.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-from .ops import LinearAttentionState
+from ..ops import LinearAttentionState
+from .rollback import Recorded
 
 LINEAR_LAYER_TYPE = "kernel_linear_attention"
 
@@ -27,6 +26,8 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         conv_tails: the last inputs of the short convolutions (q, k, v), each [B, kernel - 1, channels]; or empty.
         seq_length: tokens seen per row, padding included.
         padding: how many of them were padding [B], int64; `None` while there was none.
+        record_past: whether calls are recorded so that `crop` can undo them; see `activate_past_recording`.
+        max_rollback: tokens that can be undone; what is older is not recorded, whatever the length of a prompt.
 
     `keys` and `values` stay `None`. States are replaced, never written in place, so that a backward pass through an
     earlier call stays valid and a saved state is never modified.
@@ -35,8 +36,9 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
     _layer_type = LINEAR_LAYER_TYPE
     supports_early_init = False  # F depends on the feature map, which a cache does not know
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     is_sliding = False
+    max_rollback = 256
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -46,6 +48,8 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         self.padding: Tensor | None = None
         self.seq_length: int = 0
         self.device: torch.device | None = None
+        self.record_past = False
+        self._recorded: list[Recorded] = []
 
     @property
     def state(self) -> LinearAttentionState | None:
@@ -84,8 +88,20 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
             )
         return LinearAttentionState(self.mu, self.nu)
 
-    def store(self, state: LinearAttentionState, conv_tails: tuple[Tensor, ...], num_tokens: int) -> None:
-        """Replace the state by the one after `num_tokens` more tokens."""
+    def store(
+        self,
+        state: LinearAttentionState,
+        conv_tails: tuple[Tensor, ...],
+        num_tokens: int,
+        record: Recorded | None = None,
+    ) -> None:
+        """Replace the state by the one after `num_tokens` more tokens; without a `record` they cannot be undone."""
+        if record is None or not self.record_past:
+            self._recorded = []
+        else:
+            self._recorded.append(record)
+            while self._recorded[1:] and self.recorded_tokens - self._recorded[0].num_tokens >= self.max_rollback:
+                del self._recorded[0]
         self.mu, self.nu, self.conv_tails = state.mu, state.nu, conv_tails
         self.device = state.mu.device
         self.seq_length = self.seq_length + num_tokens
@@ -119,6 +135,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         self.conv_tails = ()
         self.seq_length = 0
         self.is_initialized = False
+        self._recorded = []
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue row i from what was row `beam_idx[i]` (beam search)."""
@@ -141,17 +158,47 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         if self.is_initialized and self.mu.device != self.device:
             self._apply(lambda tensor: tensor.to(self.device, non_blocking=True))
 
+    @property
+    def recorded_tokens(self) -> int:
+        """How many tokens `crop` can undo now."""
+        return sum(record.num_tokens for record in self._recorded)
+
     def activate_past_recording(self) -> None:
-        raise NotImplementedError(
-            "this cache cannot be rolled back yet, so assisted decoding and prompt lookup are not available for "
-            "linear attention models; drop assistant_model / prompt_lookup_num_tokens"
-        )
+        """From now on keep what the latest calls added (at most `max_rollback` tokens), until `crop` settles them."""
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                f"crop({tokens_to_remove}): a sum cannot forget tokens, and this cache does not record them yet"
+        """Undo the last `-tokens_to_remove` tokens exactly, and settle the others: they cannot be undone any more.
+
+        Undoing whole calls restores the very tensors from before them. Undoing part of a call adds up the rest of
+        it again. `crop(0)` only settles.
+
+        Raises:
+            ValueError: for a positive number, or more tokens than were recorded; the state is untouched then.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
+        remove = -tokens_to_remove
+        if remove > self.recorded_tokens:
+            raise ValueError(
+                f"crop({tokens_to_remove}): only {self.recorded_tokens} tokens are recorded (at most "
+                f"{self.max_rollback}, from activate_past_recording or the last crop on); a sum cannot forget others"
             )
+        left = remove
+        while left:
+            record = self._recorded.pop()
+            kept = max(0, record.num_tokens - left)
+            left -= record.num_tokens - kept
+            self._restore(record, kept)
+        self.seq_length -= remove
+        self._recorded = []
+
+    def _restore(self, record: Recorded, kept: int) -> None:
+        state, self.conv_tails = record.after(kept)
+        self.mu, self.nu = (None, None) if state is None else state
+        self.is_initialized = state is not None
+        if record.key_mask is not None:
+            self.padding = self.padding - record.key_mask[:, kept:].logical_not().sum(-1)
 
     def _tensors(self) -> list[Tensor]:
         return [self.mu, self.nu, *self.conv_tails] if self.is_initialized else []
@@ -163,6 +210,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         self.conv_tails = tuple(function(tail) for tail in self.conv_tails)
         if self.padding is not None:
             self.padding = function(self.padding)
+        self._recorded = [record.map(function) for record in self._recorded]
 
 
 class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
@@ -175,13 +223,29 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
 
     _layer_type = None  # registered below: the base class would take the dynamic mapping
     is_compileable = True
+    is_croppable = False
 
     def __init__(self, max_cache_len: int, **kwargs: Any):
         super().__init__(**kwargs)
         self.max_cache_len = max_cache_len
         self.cumulative_length = torch.tensor(0, dtype=torch.long)
 
-    def store(self, state: LinearAttentionState, conv_tails: tuple[Tensor, ...], num_tokens: int) -> None:
+    def activate_past_recording(self) -> None:
+        raise ValueError(
+            "a static cache cannot be rolled back; drop cache_implementation='static' for assisted decoding"
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(f"crop({tokens_to_remove}): a static cache cannot be rolled back")
+
+    def store(
+        self,
+        state: LinearAttentionState,
+        conv_tails: tuple[Tensor, ...],
+        num_tokens: int,
+        record: Recorded | None = None,
+    ) -> None:
         new = (state.mu, state.nu, *conv_tails)
         if not self.is_initialized:
             self.device = state.mu.device
@@ -220,74 +284,3 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
 
 
 STATIC_LAYER_TYPE_MAPPING[LINEAR_LAYER_TYPE] = StaticKernelLinearAttentionLayer
-
-
-class LinearAttentionCache(DynamicCache):
-    """A `DynamicCache` built from a config, with its size in bytes.
-
-    For a model whose layers are all linear, `nbytes` is independent of the number of tokens:
-    `config.state_nbytes(batch_size)` before anything is run. Layers show their state as `layer.mu`, `layer.nu`.
-
-    Args:
-        config: the config of the model that will fill it.
-    """
-
-    def __init__(self, config: PreTrainedConfig, **kwargs: Any):
-        super().__init__(config=config, **kwargs)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of every tensor the layers keep: mu, nu, convolution tails, and keys and values where there are."""
-        return sum(_layer_nbytes(layer) for layer in self.layers)
-
-
-def _layer_nbytes(layer: Any) -> int:
-    if isinstance(layer, KernelLinearAttentionLayer):
-        return layer.nbytes
-    return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
-
-
-def linear_layers(cache: Cache | None) -> list[KernelLinearAttentionLayer]:
-    """The linear attention layers of a cache."""
-    return [layer for layer in cache.layers if isinstance(layer, KernelLinearAttentionLayer)] if cache else []
-
-
-def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cache:
-    """Check that `cache` fits a model of `config` and an input of `batch_size` rows, before any layer is written.
-
-    An empty `DynamicCache()` without layers gets the right ones.
-    """
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"cache must be a transformers Cache (LinearAttentionCache(model.config)), got {type(cache).__name__}"
-        )
-    if not cache.layers and isinstance(cache, DynamicCache):
-        cache.layers = LinearAttentionCache(config).layers
-        cache.layer_class_to_replicate = None
-    layer_types = config.layer_types
-    if len(cache.layers) != len(layer_types):
-        raise ValueError(
-            f"the cache has {len(cache.layers)} layers, the model {len(layer_types)}: it comes from another model"
-        )
-    for index, (layer, layer_type) in enumerate(zip(cache.layers, layer_types)):
-        if isinstance(layer, KernelLinearAttentionLayer) != (layer_type == LINEAR_LAYER_TYPE):
-            raise ValueError(
-                f"cache layer {index} is a {type(layer).__name__}, but layer {index} of the model is {layer_type!r}; "
-                "build the cache with LinearAttentionCache(model.config)"
-            )
-        held = getattr(layer, "mu", layer.keys)
-        if layer.is_initialized and held.numel() and held.shape[0] != batch_size:
-            raise ValueError(
-                f"the cache holds batch size {held.shape[0]}, but the input has {batch_size}; use a new cache, or "
-                "cache.batch_repeat_interleave / batch_select_indices to change its rows"
-            )
-    return cache
-
-
-def prefetch_next(cache: Cache, layer_idx: int, device: torch.device) -> None:
-    """With an offloaded cache, start bringing back the next layer, as `Cache.update` does for key/value layers."""
-    if getattr(cache, "offloading", False):
-        stream = torch.cuda.default_stream(device)
-        stream.wait_stream(cache.prefetch_stream)
-        cache.prefetch_stream.wait_stream(stream)
-        cache.prefetch(layer_idx + 1, cache.only_non_sliding)

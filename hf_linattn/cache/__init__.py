@@ -1,0 +1,101 @@
+"""The generation cache: mu and nu per layer instead of keys and values, so that nothing grows with length.
+
+Importing this package registers the layer types with transformers: `DynamicCache(config=...)` and
+`StaticCache(config=...)` then build these layers wherever a config says `"kernel_linear_attention"`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+from .layers import LINEAR_LAYER_TYPE, KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer
+from .rollback import Recorded, next_tail, real_first
+
+
+class LinearAttentionCache(DynamicCache):
+    """A `DynamicCache` built from a config, with its size in bytes.
+
+    For a model whose layers are all linear, `nbytes` is independent of the number of tokens:
+    `config.state_nbytes(batch_size)` before anything is run. Layers show their state as `layer.mu`, `layer.nu`.
+
+    Args:
+        config: the config of the model that will fill it.
+    """
+
+    def __init__(self, config: PreTrainedConfig, **kwargs: Any):
+        super().__init__(config=config, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor the layers keep: mu, nu, convolution tails, and keys and values where there are."""
+        return sum(_layer_nbytes(layer) for layer in self.layers)
+
+
+def _layer_nbytes(layer: Any) -> int:
+    if isinstance(layer, KernelLinearAttentionLayer):
+        return layer.nbytes
+    return sum(tensor.nbytes for tensor in (layer.keys, layer.values) if tensor is not None)
+
+
+def linear_layers(cache: Cache | None) -> list[KernelLinearAttentionLayer]:
+    """The linear attention layers of a cache."""
+    return [layer for layer in cache.layers if isinstance(layer, KernelLinearAttentionLayer)] if cache else []
+
+
+def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cache:
+    """Check that `cache` fits a model of `config` and an input of `batch_size` rows, before any layer is written.
+
+    An empty `DynamicCache()` without layers gets the right ones.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"cache must be a transformers Cache (LinearAttentionCache(model.config)), got {type(cache).__name__}"
+        )
+    if not cache.layers and isinstance(cache, DynamicCache):
+        cache.layers = LinearAttentionCache(config).layers
+        cache.layer_class_to_replicate = None
+    layer_types = config.layer_types
+    if len(cache.layers) != len(layer_types):
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers, the model {len(layer_types)}: it comes from another model"
+        )
+    for index, (layer, layer_type) in enumerate(zip(cache.layers, layer_types)):
+        if isinstance(layer, KernelLinearAttentionLayer) != (layer_type == LINEAR_LAYER_TYPE):
+            raise ValueError(
+                f"cache layer {index} is a {type(layer).__name__}, but layer {index} of the model is {layer_type!r}; "
+                "build the cache with LinearAttentionCache(model.config)"
+            )
+        held = getattr(layer, "mu", layer.keys)
+        if layer.is_initialized and held.numel() and held.shape[0] != batch_size:
+            raise ValueError(
+                f"the cache holds batch size {held.shape[0]}, but the input has {batch_size}; use a new cache, or "
+                "cache.batch_repeat_interleave / batch_select_indices to change its rows"
+            )
+    return cache
+
+
+def prefetch_next(cache: Cache, layer_idx: int, device: torch.device) -> None:
+    """With an offloaded cache, start bringing back the next layer, as `Cache.update` does for key/value layers."""
+    if getattr(cache, "offloading", False):
+        stream = torch.cuda.default_stream(device)
+        stream.wait_stream(cache.prefetch_stream)
+        cache.prefetch_stream.wait_stream(stream)
+        cache.prefetch(layer_idx + 1, cache.only_non_sliding)
+
+
+__all__ = [
+    "LINEAR_LAYER_TYPE",
+    "KernelLinearAttentionLayer",
+    "LinearAttentionCache",
+    "Recorded",
+    "StaticKernelLinearAttentionLayer",
+    "adopt_cache",
+    "linear_layers",
+    "next_tail",
+    "prefetch_next",
+    "real_first",
+]
