@@ -1,0 +1,73 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_linattn.benchmark import record as module
+from hf_linattn.benchmark.record import command, commit, read_json, record, write_json
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A git repository with record.py tracked in it, which `commit` then takes for its own."""
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "-q")
+    (tmp_path / "record.py").write_text("1\n")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "record.py"))
+    return tmp_path, git
+
+
+def test_commit_is_head_and_says_when_files_differ(repository):
+    folder, git = repository
+    assert commit() is None  # a repository that this file is not part of is somebody else's
+    git("add", "record.py")
+    git("commit", "-q", "-m", "one")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit() == head
+    (folder / "untracked").write_text("")
+    assert commit() == head
+    (folder / "record.py").write_text("2\n")
+    assert commit() == f"{head}-dirty"
+
+
+def test_no_commit_outside_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "record.py"))
+    assert commit() is None
+
+
+def test_command_runs_again_from_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "x.py"), "--name", "two words"])
+    assert command("accelerate launch") == "accelerate launch scripts/x.py --name 'two words'"
+    monkeypatch.setattr(sys, "argv", ["/elsewhere/x.py"])
+    assert command() == "python x.py"
+
+
+def test_command_of_a_module(monkeypatch):
+    spec = type("Spec", (), {"name": "hf_linattn.benchmark.ops"})
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    monkeypatch.setattr(sys, "argv", ["/anywhere/ops.py", "--rounds", "3"])
+    assert command() == "python -m hf_linattn.benchmark.ops --rounds 3"
+
+
+def test_record_and_its_file(tmp_path):
+    result = record(seed=3)
+    assert result["seed"] == 3
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert result["hardware"]["torch_threads"] == torch.get_num_threads()
+    assert result["hardware"]["cores"] >= 1
+    assert len(result["hardware"]["gpus"]) == torch.cuda.device_count()
+    assert str(Path.home()) not in result["command"]
+    write_json(tmp_path / "new" / "folder" / "r.json", result)
+    assert read_json(tmp_path / "new" / "folder" / "r.json") == result

@@ -1,0 +1,55 @@
+import json
+
+import pytest
+
+from hf_linattn.benchmark.tables import bytes_text, main, ratio_text, render
+
+
+def test_compare_table(results):
+    assert render(results["compare"]) == (
+        "| context (tokens) | cache | Llama's cache | ratio | ms/token | Llama's ms/token | ratio |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| 256 | 520 KiB | 1 MiB | 1.97x | 2.12 | 2.56 | 1.20x |\n"
+        "| 4,096 | 520 KiB | 16 MiB | 32x | 2.12 | 40.96 | 19x |\n"
+        "| 16,384 | 520 KiB | 64 MiB | 126x | 2.12 | 164 | 77x |\n"
+    )
+
+
+def test_train_table_puts_the_baselines_between_before_and_after(results):
+    assert render(results["train"]).splitlines()[2:] == [
+        "| the model, untrained | 8.250 |",
+        "| gzip -9 | 2.500 |",
+        "| a 6-gram | 2.400 |",
+        "| the model, after 1,234,567 tokens | 2.062 |",
+    ]
+    results["train"]["baselines"] = None
+    assert len(render(results["train"]).splitlines()) == 4
+
+
+def test_ops_table(results):
+    assert render(results["ops"]).splitlines()[-1] == "| 16,384 | 1.50 | 123 | 82x | 1.50 | 123 | 82x |"
+
+
+def test_a_file_of_several_results_gives_all_their_tables(results, tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    main([str(tmp_path / "results.json"), "--out", str(tmp_path / "table.md")])
+    expected = "\n".join(render(results[name]) for name in ("train", "compare", "ops"))
+    assert (tmp_path / "table.md").read_text() == expected
+
+
+def test_unknown_kinds_are_named():
+    with pytest.raises(ValueError, match="no table for kind 'novel'; known: compare, ops, train"):
+        render({"kind": "novel"})
+
+
+@pytest.mark.parametrize(
+    "size, text",
+    [(0, "0 B"), (900, "900 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**20 - 1, "1024 KiB"),
+     (5 * 2**20, "5 MiB"), (3 * 2**30, "3 GiB"), (2500 * 2**30, "2,500 GiB")],
+)  # fmt: skip
+def test_sizes_are_written_in_binary_units(size, text):
+    assert bytes_text(size) == text
+
+
+def test_ratios():
+    assert [ratio_text(x) for x in (0.5, 9.99, 10, 1234.5)] == ["0.50x", "9.99x", "10x", "1,234x"]

@@ -1,0 +1,166 @@
+"""What a training run can be told: one dataclass, read from a YAML recipe and the command line."""
+
+import difflib
+import json
+from argparse import ArgumentError
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's that one line explains."""
+
+
+def option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class TrainConfig:
+    # What to train.
+    model_config: dict | str | None = option(
+        None, "new model: model_type and any field of its configuration; as JSON on the command line, over the recipe's"
+    )
+    model_name_or_path: str | None = option(
+        None, "checkpoint to continue from, with its tokenizer, instead of a new model"
+    )
+    tokenizer_name_or_path: str | None = option(
+        None, "tokenizer; by default the checkpoint's, or bytes for a new model"
+    )
+
+    # On what.
+    dataset: str = option(
+        "python_stdlib", "python_stdlib, or files (path, folder or glob of txt/jsonl/parquet), or a hub id"
+    )
+    dataset_config: str | None = option(None, "configuration name of a hub dataset")
+    dataset_split: str = option("train", "split of a hub dataset to train on")
+    streaming: bool = option(False, "read the dataset as it is needed instead of tokenising all of it first")
+    text_column: str = option("text", "column of jsonl, parquet and hub datasets that holds the text")
+    eval_dataset: str | None = option(
+        None, "held-out text, given as dataset is; by default a part of the documents of dataset"
+    )
+    held_out_fraction: float = option(
+        0.05, "part of the documents that is never trained on, chosen by a hash of their names"
+    )
+    eval_bytes: int = option(400_000, "evaluate on this much held-out text at most")
+    block_size: int = option(512, "tokens in a block")
+    isolate_documents: bool = option(True, "restart position_ids at each document, so that none sees its neighbours")
+
+    # How.
+    max_steps: int = option(1000, "optimizer steps")
+    batch_size: int = option(8, "blocks a process and forward pass")
+    gradient_accumulation_steps: int = option(1, "forward passes an optimizer step")
+    learning_rate: float = option(1e-3, "peak of the cosine schedule")
+    min_learning_rate_ratio: float = option(0.1, "the schedule ends at this part of the peak")
+    warmup_steps: int = option(100, "steps of linear warm-up")
+    weight_decay: float = option(0.1, "AdamW decay of matrices; norms and biases have none")
+    adam_beta1: float = option(0.9, "AdamW beta 1")
+    adam_beta2: float = option(0.95, "AdamW beta 2")
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
+    mixed_precision: Literal["no", "bf16", "fp16"] = option("no", "dtype of matrix products; weights stay float32")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
+    torch_compile: bool = option(False, "compile the model")
+    cpu_threads: int = option(0, "torch threads a process when training on CPU; 0: share out the cores")
+    seed: int = option(0, "seed of initialisation, data order and dropout")
+
+    # Where to.
+    output_dir: str = option("runs/pretrain", "model, tokenizer, results, checkpoints and log go here")
+    resume: str = option(
+        "auto", "auto: from the last checkpoint in output_dir; restart: delete those; or a checkpoint folder"
+    )
+    save_steps: int = option(500, "steps between checkpoints")
+    keep_checkpoints: int = option(2, "checkpoints to keep")
+    eval_steps: int = option(500, "steps between evaluations")
+    logging_steps: int = option(10, "steps between logged losses")
+    tensorboard: bool = option(True, "write a TensorBoard log")
+    baselines: bool = option(False, "also measure gzip and a byte 6-gram model on the held-out text")
+
+    def __post_init__(self):
+        if isinstance(self.model_config, str):
+            self.model_config = json_object("model_config", self.model_config)
+        if self.mixed_precision is False:  # YAML reads an unquoted `no` as false
+            self.mixed_precision = "no"
+        for name, expected in get_type_hints(type(self)).items():
+            check_type(name, getattr(self, name), expected)
+        if (self.model_config is None) == (self.model_name_or_path is None):
+            raise ConfigError(
+                "give either model_config (a new model) or model_name_or_path (one to continue), not both"
+            )
+        if self.model_config is not None and "model_type" not in self.model_config:
+            raise ConfigError("model_config needs a model_type, for example linattn")
+        for name, least in {
+            "max_steps": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "warmup_steps": 0, "block_size": 2,
+            "eval_bytes": 1, "save_steps": 1, "keep_checkpoints": 1, "eval_steps": 1, "logging_steps": 1,
+            "cpu_threads": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_learning_rate_ratio": 0,
+        }.items():  # fmt: skip
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if not 0 < self.held_out_fraction < 1:
+            raise ConfigError(f"held_out_fraction is {self.held_out_fraction}; it must lie between 0 and 1")
+
+
+def read_config(argv: list[str]) -> TrainConfig:
+    """`[recipe.yaml] [--field value ...]` to a checked configuration; the command line wins over the recipe."""
+    recipe, overrides = ({}, argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0]), list(argv[1:]))
+    parser = HfArgumentParser(TrainConfig, allow_abbrev=False, exit_on_error=False)
+    parser.set_defaults(**recipe)
+    # Not parse_args_into_dataclasses: a "train.args" file beside a script called train.py would be read too.
+    try:
+        known, unknown = parser.parse_known_args(overrides)
+    except ArgumentError as error:
+        raise ConfigError(str(error).removeprefix("argument ")) from error
+    if unknown:
+        if unknown[0].startswith("--"):
+            check_keys("command line", [unknown[0].lstrip("-").split("=")[0].replace("-", "_")])
+        raise ConfigError(f"command line: do not know what to do with {unknown[0]!r}")
+    values = vars(known)
+    if isinstance(values["model_config"], str) and isinstance(recipe.get("model_config"), dict):
+        values["model_config"] = recipe["model_config"] | json_object("model_config", values["model_config"])
+    return TrainConfig(**values)
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict):
+        raise ConfigError(f"{path} must hold `field: value` lines")
+    check_keys(path, recipe)
+    return recipe
+
+
+def check_keys(where: str, keys) -> None:
+    allowed = [f.name for f in fields(TrainConfig)]
+    for key in keys:
+        if key not in allowed:
+            close = difflib.get_close_matches(str(key), allowed, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ConfigError(f"{where}: unknown key {key!r}{hint} Allowed: {', '.join(allowed)}")
+
+
+def check_type(name: str, value: Any, expected: Any) -> None:
+    """YAML can put any type anywhere, and argparse converts only strings."""
+    if get_origin(expected) is Literal:
+        if value not in get_args(expected):
+            raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(get_args(expected))}")
+        return
+    accepted = int | float if expected is float else expected
+    if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
+        raise ConfigError(f"{name} is {value!r}; it must be of type {getattr(expected, '__name__', expected)}")
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, not {text}")
+    return value

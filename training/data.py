@@ -1,0 +1,306 @@
+"""From text to blocks of tokens.
+
+Documents are read, split by a hash of their names into training and held-out text, tokenised, laid end to end and cut
+into blocks. One document is `BOS text EOS`; a block may hold many. `position_ids` restart at each document, which is
+how a model knows where the neighbours end.
+"""
+
+import glob
+import hashlib
+import itertools
+import json
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.data import IterableDataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from config import ConfigError, TrainConfig
+
+IGNORE = -100  # the label that the loss leaves out
+SHARD_CHARACTERS = 8 << 20  # of text that a streamed dataset tokenises and shuffles at a time
+# Not library source: installed packages, bundled wheels, and the test suites that many distributions leave out.
+NOT_STDLIB = {"site-packages", "dist-packages", "ensurepip", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and the name that decides on which side of the split it falls."""
+
+    name: str
+    text: str
+
+
+# ---- tokenizer ----
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose token i < 256 is the byte i; 256, 257, 258 are BOS, EOS and padding.
+
+    It is a BPE without merges over the 256 symbols by which `ByteLevel` writes bytes as text: printable Latin-1
+    characters stand for themselves, the other bytes for the characters from U+0100 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = (chr(0x100 + i) for i in itertools.count())
+    symbols = {chr(byte) if byte in visible else next(hidden): byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocab=symbols, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # "<|eos|>" inside a text is seven bytes, not the end of it
+    )
+
+
+# ---- documents ----
+
+
+def read_documents(source: str, config: TrainConfig) -> Iterator[Document]:
+    """The documents of `python_stdlib`, of local files (path, folder, glob) or of a hub dataset, in a fixed order."""
+    if source == "python_stdlib":
+        return stdlib_documents()
+    paths = [Path(source)] if Path(source).is_file() else sorted(map(Path, glob.glob(source, recursive=True)))
+    if Path(source).is_dir():
+        paths = sorted(p for p in Path(source).rglob("*") if p.suffix in (".txt", ".jsonl", ".parquet"))
+    if paths:
+        return file_documents(paths, config.text_column)
+    if glob.has_magic(source) or Path(source).is_dir() or source.startswith((".", "/", "~")):
+        raise ConfigError(f"dataset {source!r}: no txt, jsonl or parquet file there")
+    return hub_documents(source, config)
+
+
+def stdlib_documents() -> Iterator[Document]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if NOT_STDLIB.isdisjoint(name.parts) and (text := path.read_bytes().decode("utf-8", "replace")):
+            yield Document(name.as_posix(), text)
+
+
+def file_documents(paths: list[Path], text_column: str) -> Iterator[Document]:
+    for path in paths:
+        if path.suffix not in (".jsonl", ".parquet"):
+            yield Document(path.name, path.read_bytes().decode("utf-8", "replace"))
+            continue
+        rows = jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path)
+        yield from row_documents(path.name, rows, text_column)
+
+
+def jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON ({error.msg})") from error
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    from pyarrow.parquet import ParquetFile
+
+    for batch in ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+def hub_documents(source: str, config: TrainConfig) -> Iterator[Document]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(source, config.dataset_config, split=config.dataset_split, streaming=config.streaming)
+    except Exception as error:  # datasets raises a different class for every way to fail
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"dataset {source!r} is neither a file here nor a dataset I can load: {first_line}"
+        ) from error
+    return row_documents(source, rows, config.text_column)
+
+
+def row_documents(source: str, rows: Iterable[dict[str, Any]], text_column: str) -> Iterator[Document]:
+    for number, row in enumerate(rows):
+        if text_column not in row:
+            raise ConfigError(f"dataset {source!r} has no column {text_column!r}; its columns: {', '.join(row)}")
+        text = row[text_column]
+        if not isinstance(text, str | None):
+            raise ConfigError(f"dataset {source!r}: column {text_column!r} holds {type(text).__name__}, not text")
+        if text:
+            yield Document(f"{source}:{number}", text.encode("utf-8", "replace").decode())  # no lone surrogates
+
+
+def split_hash(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone: the same on every machine, in every run."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
+
+
+# ---- tokens ----
+
+
+class PackedTokens:
+    """Documents laid end to end, as blocks of `block_size` tokens.
+
+    Neighbouring blocks share a token, the last of one being the first of the next. A block predicts all its tokens but
+    the first, so that over all blocks each token is predicted exactly once, save the BOS of each document.
+    """
+
+    def __init__(self, documents: Iterable[list[int]], block_size: int, pad: int, isolate: bool = True):
+        lengths, pieces = [], []
+        for ids in documents:
+            pieces.append(np.asarray(ids, dtype=np.int32))
+            lengths.append(len(ids))
+        self.ids = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+        self.starts = np.cumsum([0, *lengths])[:-1]
+        self.block_size, self.pad, self.isolate = block_size, pad, isolate
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self.ids) - 1) // (self.block_size - 1)))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        begin = index * (self.block_size - 1)
+        real = self.ids[begin : begin + self.block_size]
+        ids = np.full(self.block_size, self.pad, dtype=np.int64)
+        ids[: len(real)] = real
+        low, high = np.searchsorted(self.starts, [begin, begin + len(real)])
+        starts = self.starts[low:high] - begin
+
+        labels = np.full(self.block_size, IGNORE, dtype=np.int64)
+        labels[1 : len(real)] = real[1:]
+        labels[starts] = IGNORE  # nothing before a BOS says that it comes
+        block = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if self.isolate:
+            origin = np.zeros(self.block_size, dtype=np.int64)
+            origin[starts] = starts
+            block["position_ids"] = torch.from_numpy(np.arange(self.block_size) - np.maximum.accumulate(origin))
+        return block
+
+
+class BlockStream(IterableDataset):
+    """Blocks without end, each epoch in another order; `skip` blocks in is where a resumed run goes on."""
+
+    def __init__(self, shards: Callable[[], Iterable[PackedTokens]], seed: int, skip: int = 0):
+        self.shards, self.seed, self.skip = shards, seed, skip
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        skip = self.skip
+        for epoch in itertools.count():
+            for number, shard in enumerate(self.shards()):
+                order = np.random.default_rng([self.seed, epoch, number]).permutation(len(shard))
+                for index in order[skip:]:
+                    yield shard[index]
+                skip = max(0, skip - len(shard))
+
+
+@dataclass
+class Corpus:
+    """What a run trains on and what it is measured on."""
+
+    shards: Callable[[], Iterable[PackedTokens]]
+    held_out: PackedTokens
+    held_out_texts: list[str]
+    train_texts: Callable[[], Iterator[str]]
+    summary: dict[str, Any]
+
+
+def load_corpus(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True) -> Corpus:
+    """Reads, splits and tokenises what the recipe names."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no EOS token, which documents are separated by")
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    held_out_source = config.eval_dataset or config.dataset
+
+    def is_held_out(document: Document) -> bool:
+        return config.eval_dataset is None and split_hash(document.name) < config.held_out_fraction
+
+    def train_texts() -> Iterator[str]:
+        return (d.text for d in read_documents(config.dataset, config) if not is_held_out(d))
+
+    def pack(texts: Iterable[str]) -> PackedTokens:
+        return PackedTokens(tokenize(texts, tokenizer), config.block_size, pad, config.isolate_documents)
+
+    candidates = read_documents(held_out_source, config)
+    if config.eval_dataset is None:
+        candidates = filter(is_held_out, candidates)
+    if config.streaming:  # the first that come: the rest may be endless
+        candidates = take_bytes(candidates, config.eval_bytes)
+    in_hash_order = sorted(candidates, key=lambda d: split_hash(d.name))
+    held_out_texts = [d.text for d in take_bytes(in_hash_order, config.eval_bytes)]
+    if not held_out_texts:
+        raise ConfigError(
+            f"the held-out split of {held_out_source!r} is empty: raise held_out_fraction (now "
+            f"{config.held_out_fraction}), or name other text with eval_dataset"
+        )
+    if next(train_texts(), None) is None:
+        raise ConfigError(
+            f"the training split of {config.dataset!r} is empty: lower held_out_fraction, or add documents"
+        )
+
+    summary: dict[str, Any] = {
+        "dataset": config.dataset,
+        "held_out_documents": len(held_out_texts),
+        "held_out_bytes": sum(len(text.encode()) for text in held_out_texts),
+    }
+    if config.streaming:
+        shards = lambda: map(pack, group_by_size(train_texts(), SHARD_CHARACTERS))  # noqa: E731
+    else:
+        texts = list(train_texts())
+        with tqdm(
+            total=sum(map(len, texts)), desc="tokenise", unit="char", unit_scale=True, disable=not progress
+        ) as bar:
+            everything = [pack(advance(bar, texts))]
+        shards = lambda: everything  # noqa: E731
+        summary |= {
+            "train_documents": len(texts),
+            "train_bytes": sum(len(text.encode()) for text in texts),
+            "train_tokens": len(everything[0].ids),
+        }
+    return Corpus(shards, pack(held_out_texts), held_out_texts, train_texts, summary)
+
+
+def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """`BOS text EOS` of each text; EOS stands in for a BOS that the tokenizer lacks."""
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    for batch in group_by_size(texts, 1 << 18):
+        encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, split_special_tokens=True)
+        for ids in encoded["input_ids"]:
+            yield [begin, *ids, tokenizer.eos_token_id]
+
+
+def group_by_size(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    group: list[str] = []
+    total = 0
+    for text in texts:
+        group.append(text)
+        total += len(text)
+        if total >= size:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
+
+
+def take_bytes(documents: Iterable[Document], limit: int) -> Iterator[Document]:
+    """Documents until `limit` bytes of UTF-8 are reached; the last one is cut to fit, between characters."""
+    for document in documents:
+        data = document.text.encode()
+        if len(data) >= limit:
+            yield Document(document.name, data[:limit].decode("utf-8", "ignore"))
+            return
+        limit -= len(data)
+        yield document
+
+
+def advance(bar: tqdm, texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield text
+        bar.update(len(text))
