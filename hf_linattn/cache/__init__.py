@@ -6,18 +6,21 @@ Importing this package registers the layer types with transformers: `DynamicCach
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
+from .files import load_state, save_state
 from .layers import LINEAR_LAYER_TYPE, KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer
 from .rollback import Recorded, next_tail, real_first
 
 
 class LinearAttentionCache(DynamicCache):
-    """A `DynamicCache` built from a config, with its size in bytes.
+    """A `DynamicCache` built from a config, with its size in bytes, that can be saved to a file and loaded.
 
     For a model whose layers are all linear, `nbytes` is independent of the number of tokens:
     `config.state_nbytes(batch_size)` before anything is run. Layers show their state as `layer.mu`, `layer.nu`.
@@ -28,6 +31,30 @@ class LinearAttentionCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig, **kwargs: Any):
         super().__init__(config=config, **kwargs)
+        self.config = config
+
+    def save(self, path: str | os.PathLike, model: nn.Module | None = None) -> None:
+        """Write the state to a safetensors file: its size does not depend on how much was read.
+
+        Args:
+            path: the file; replaced only when the new one is complete.
+            model: the model that filled the cache; with it, `load` also refuses other weights.
+
+        Raises:
+            ValueError: the cache is empty or static.
+        """
+        save_state(self, path, model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model: nn.Module) -> LinearAttentionCache:
+        """A cache with the state of a file, on the devices of `model`, ready to continue from.
+
+        Raises:
+            ValueError: the file is missing, truncated, no saved state, of a later format, or of another model.
+        """
+        cache = cls(model.config)
+        load_state(cache, path, model)
+        return cache
 
     @property
     def nbytes(self) -> int:

@@ -107,6 +107,14 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         self.seq_length = self.seq_length + num_tokens
         self.is_initialized = True
 
+    def restore(
+        self, mu: Tensor, nu: Tensor, conv_tails: tuple[Tensor, ...], seq_length: int, padding: Tensor | None
+    ) -> None:
+        """Become a layer that has read `seq_length` tokens, with the given state."""
+        self.reset()
+        self.store(LinearAttentionState(mu, nu), conv_tails, seq_length)
+        self.padding = padding
+
     def add_padding(self, count: Tensor) -> None:
         """Of the tokens just stored, `count` [B] were padding."""
         self.padding = count if self.padding is None else self.padding.to(count.device) + count
