@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .files import load_state, save_state
+from .files import load_state, save_state, state_header
 from .layers import LINEAR_LAYER_TYPE, KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer
 from .rollback import Recorded, next_tail, real_first
 
@@ -125,4 +125,5 @@ __all__ = [
     "next_tail",
     "prefetch_next",
     "real_first",
+    "state_header",
 ]

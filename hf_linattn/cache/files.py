@@ -85,6 +85,7 @@ def save_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
     }
     if model is not None:
         header["weights"] = weights_fingerprint(model)
+        header["model"] = str(getattr(model, "name_or_path", "") or "")
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -97,14 +98,7 @@ def save_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
 def load_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.Module) -> None:
     """Fill the empty `cache`, built from `model.config`, from the file at `path`."""
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such state file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
+    header, tensors = _read(path)
     _check_header(path, header, model)
     devices = _layer_devices(model, len(cache.layers))
     tokens = int(header["tokens"])
@@ -131,9 +125,26 @@ def load_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
         layer.restore(part["mu"], part["nu"], tails, tokens, tensors.get("padding"))
 
 
-def _check_header(path: Path, header: dict[str, str], model: nn.Module) -> None:
+def state_header(path: str | os.PathLike) -> dict[str, str]:
+    """What a state file says of itself: format, version, tokens, config, and with its model weights and model."""
+    return _read(Path(path), names_only=True)[0]
+
+
+def _read(path: Path, names_only: bool = False) -> tuple[dict[str, str], dict[str, Tensor]]:
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such state file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [] if names_only else list(file.keys())
+            header, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
     if header.get("format") != FORMAT:
         raise ValueError(f"{path}: a safetensors file, but not a saved state (format {header.get('format')!r})")
+    return header, tensors
+
+
+def _check_header(path: Path, header: dict[str, str], model: nn.Module) -> None:
     if int(header["version"]) > VERSION:
         raise ValueError(f"{path}: format version {header['version']}; this hf_linattn reads up to {VERSION}")
     saved, own = json.loads(header["config"]), config_fields(model.config)

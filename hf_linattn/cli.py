@@ -1,0 +1,115 @@
+"""The command line: read a text once, keep the state, ask about it as often as you like.
+
+hf-linattn read book.txt --model runs/demo --out book.state
+hf-linattn ask book.state "def main():"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+from .cache import LinearAttentionCache, state_header
+
+
+@torch.no_grad()
+def read(model, ids: torch.Tensor, chunk: int, progress: bool = True) -> LinearAttentionCache:
+    """Read `ids` [1, T] in pieces of `chunk` tokens; memory does not depend on T."""
+    cache = LinearAttentionCache(model.config)
+    with tqdm(total=ids.shape[1], desc="read", unit="token", disable=not progress) as bar:
+        for piece in ids.split(chunk, dim=1):
+            model(piece.to(model.device), cache=cache, logits_to_keep=1)
+            bar.update(piece.shape[1])
+    return cache
+
+
+def run_read(arguments: argparse.Namespace) -> None:
+    text = _read_text(arguments.text)
+    if arguments.out.exists() and not arguments.force:
+        raise ValueError(f"{arguments.out} is there already; --force replaces it")
+    model, tokenizer = _load(arguments.model, arguments.device)
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    if ids.shape[1] == 0:
+        raise ValueError(f"{arguments.text} has no tokens")
+    cache = read(model, ids, arguments.chunk)
+    cache.save(arguments.out, model)
+    print(f"{ids.shape[1]:,} tokens read; the state in {arguments.out} takes {arguments.out.stat().st_size:,} bytes")
+
+
+def run_ask(arguments: argparse.Namespace) -> None:
+    name = arguments.model or state_header(arguments.state).get("model")
+    if not name:
+        raise ValueError(f"{arguments.state} does not say which model it is of: give --model")
+    model, tokenizer = _load(name, arguments.device)
+    cache = LinearAttentionCache.load(arguments.state, model)
+    ids = tokenizer(arguments.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt has no tokens: ask something")
+    set_seed(arguments.seed)
+    mask = torch.ones(1, cache.get_seq_length() + ids.shape[1], dtype=torch.long, device=model.device)
+    model.generate(
+        ids,
+        attention_mask=mask,
+        cache=cache,
+        max_new_tokens=arguments.tokens,
+        do_sample=arguments.temperature > 0,
+        temperature=arguments.temperature or None,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _load(name: str, device: str | None):
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(name).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-linattn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("read", help="read a text file and save the state")
+    command.add_argument("text", type=Path, help="a UTF-8 text file")
+    command.add_argument("--model", required=True, help="a checkpoint: a folder or a hub id")
+    command.add_argument("--out", type=Path, required=True, help="the state file to write")
+    command.add_argument("--chunk", type=int, default=4096, help="tokens read at once (default: %(default)s)")
+    command.add_argument("--force", action="store_true", help="replace the state file if it is there")
+    command.add_argument("--device", help="cpu, cuda, ...; by default a GPU if there is one")
+    command.set_defaults(run=run_read)
+    command = commands.add_parser("ask", help="continue from a saved state")
+    command.add_argument("state", type=Path)
+    command.add_argument("prompt")
+    command.add_argument("--model", help="the checkpoint, if it is not where `read` found it")
+    command.add_argument("--tokens", type=int, default=200, help="tokens to generate (default: %(default)s)")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--device", help="cpu, cuda, ...; by default a GPU if there is one")
+    command.set_defaults(run=run_ask)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = build_parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, OSError) as error:
+        sys.exit(f"hf-linattn: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    main()
