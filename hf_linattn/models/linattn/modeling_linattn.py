@@ -161,7 +161,7 @@ class LinAttnModel(LinAttnPreTrainedModel):
                 f"position_ids has shape {list(position_ids.shape)}; it must be [B, T] = [{batch}, {length}] (or B = 1)"
             )
         if inputs_embeds is None:
-            if inputs.device.type == "cpu":
+            if inputs.device.type == "cpu" and not torch.compiler.is_compiling():
                 check_token_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
 
