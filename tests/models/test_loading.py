@@ -142,6 +142,18 @@ def test_what_a_checkpoint_lacks_starts_as_in_a_fresh_model(tmp_path):
             assert torch.equal(value, fresh[key] if key in info["missing_keys"] else before[key]), key
 
 
+def test_half_a_feature_map_in_the_checkpoint(tmp_path):
+    """What is there is kept, what is not starts at the identity, also within one module."""
+    model = make_model("hedgehog_key")
+    missing = "model.layers.0.self_attn.feature_map.k_weight"
+    weights = {key: value for key, value in model.state_dict().items() if key != missing}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    again, info = LinAttnForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {missing}
+    for key, value in again.state_dict().items():
+        assert torch.equal(value, torch.eye(6).expand(2, 6, 6) if key == missing else weights[key]), key
+
+
 # ---- softmax models
 
 TINY = {

@@ -20,7 +20,6 @@ MAPS = sorted({case["feature_map"] for case in CASES})
 FORMS = {
     "parallel": (parallel_linear_attention, {}),
     "chunk": (chunk_linear_attention, {}),
-    "chunk1": (chunk_linear_attention, {"chunk_size": 1}),
     "chunk2": (chunk_linear_attention, {"chunk_size": 2}),
     "chunk4": (chunk_linear_attention, {"chunk_size": 4}),
     "recurrent": (recurrent_linear_attention, {}),

@@ -79,7 +79,7 @@ def test_finite_differences_ready_features(form, causal):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", [{"tied": True}, {"query_heads": "key"}, {"query_heads": "query"}], ids=str)
-@pytest.mark.parametrize("name", LEARNABLE)
+@pytest.mark.parametrize("name", ["hedgehog", "t2r"])
 def test_finite_differences_weights(form, name, options):
     problem = random_problem(1, 5, D=2, E=1, Hq=4, Hk=2, mask="holes")
     feature_map = build(name, problem, **options)
@@ -88,8 +88,7 @@ def test_finite_differences_weights(form, name, options):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 5]])
-@pytest.mark.parametrize("name", ["hedgehog", "t2r"])
+@pytest.mark.parametrize("name, cu_seqlens", [("hedgehog", [0, 2, 5]), ("t2r", None)])
 def test_finite_differences_weights_packed_or_not(form, name, cu_seqlens, causal):
     problem = random_problem(1, 5, D=2, E=1, state=name, cu_seqlens=cu_seqlens, causal=causal)
     check(problem, form, build(name, problem))
@@ -125,7 +124,7 @@ def test_forms_have_the_same_gradients(name, T):
 @pytest.mark.parametrize("causal", [True, False])
 def test_oracle_has_the_same_gradients(form, name, causal):
     problem = random_problem(
-        T=17, Hq=4, Hk=2, D=3, E=2, mask="holes", state=name, causal=causal, normalize=name != "identity"
+        T=11, Hq=4, Hk=2, D=3, E=2, mask="holes", state=name, causal=causal, normalize=name != "identity"
     )
     feature_map = build(name, problem)
     ours, oracle = problem.leaves(), problem.leaves()
@@ -145,10 +144,10 @@ def test_oracle_has_the_same_gradients(form, name, causal):
 @pytest.mark.parametrize("used", ["out", "mu", "nu"])
 def test_loss_on_one_output_alone(form, causal, used):
     """An output that the loss leaves out hands the backward pass a missing or a zero gradient."""
-    problem = random_problem(T=21, Hq=4, Hk=2, mask="holes", state="elu1", causal=causal)
+    problem = random_problem(T=11, Hq=4, Hk=2, mask="holes", state="elu1", causal=causal)
     pick = ["out", "mu", "nu"].index(used)
     ours, oracle = problem.leaves(), problem.leaves()
-    actual = gradients(ours.run(form, "elu1", chunk_size=8)[pick], ours.tensors())
+    actual = gradients(ours.run(form, "elu1", chunk_size=4)[pick], ours.tensors())
     assert_close(actual, gradients(oracle.solve("elu1")[pick], oracle.tensors()), 1e-10, used)
 
 

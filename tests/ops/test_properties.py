@@ -88,7 +88,7 @@ def assert_same_bits(actual, expected):
 
 
 @each_form
-@examples(40)
+@examples(25)
 @given(drawn=problems(dtypes=tuple(TOLERANCE)))
 def test_form_equals_the_oracle(form, drawn):
     problem, name, feature_map, chunk_size = drawn
@@ -97,7 +97,7 @@ def test_form_equals_the_oracle(form, drawn):
 
 
 @each_form
-@examples(40)
+@examples(25)
 @given(drawn=problems(packed=True, dtypes=tuple(TOLERANCE)))
 def test_form_equals_the_oracle_packed(form, drawn):
     problem, name, feature_map, chunk_size = drawn
@@ -105,7 +105,7 @@ def test_form_equals_the_oracle_packed(form, drawn):
     assert_close(actual, problem.solve(name, feature_map), TOLERANCE[problem.q.dtype])
 
 
-@examples(40)
+@examples(25)
 @given(drawn=st.one_of(problems(), problems(packed=True)))
 def test_forms_agree_in_gradients(drawn):
     problem, _, feature_map, chunk_size = drawn
@@ -115,7 +115,7 @@ def test_forms_agree_in_gradients(drawn):
         assert_close(others, [outputs, grads], 1e-10)
 
 
-@examples(30)
+@examples(20)
 @given(drawn=problems(), backend=st.sampled_from(["auto", "torch"]))
 def test_dispatcher_equals_the_oracle(drawn, backend):
     problem, name, feature_map, chunk_size = drawn
@@ -124,7 +124,7 @@ def test_dispatcher_equals_the_oracle(drawn, backend):
 
 
 @each_form
-@examples(15)
+@examples(10)
 @given(drawn=problems())
 def test_final_state_only_on_request(form, drawn):
     problem, _, feature_map, chunk_size = drawn
@@ -138,7 +138,7 @@ def test_final_state_only_on_request(form, drawn):
 # ---- cuts and packing
 
 
-@examples(60)
+@examples(40)
 @given(drawn=problems(causal=True), data=st.data())
 def test_any_cut_gives_the_uncut_run(drawn, data):
     problem, _, feature_map, chunk_size = drawn
@@ -162,7 +162,7 @@ def test_any_cut_gives_the_uncut_run(drawn, data):
 
 
 @each_form
-@examples(30)
+@examples(20)
 @given(drawn=problems(packed=True))
 def test_packed_equals_separate(form, drawn):
     problem, _, feature_map, chunk_size = drawn
@@ -184,7 +184,7 @@ def test_packed_equals_separate(form, drawn):
 
 
 @each_form
-@examples(15)
+@examples(10)
 @given(drawn=problems(packed=True), dtype=st.sampled_from([torch.int32, torch.int64]))
 def test_bounds_may_be_any_integer(form, drawn, dtype):
     problem, _, feature_map, chunk_size = drawn
@@ -197,7 +197,7 @@ def test_bounds_may_be_any_integer(form, drawn, dtype):
 
 
 @each_form
-@examples(40)
+@examples(25)
 @given(
     drawn=problems(masks=MASKS.filter(bool), dtypes=(torch.float64, torch.float32, torch.bfloat16)),
     poison=st.sampled_from([float("nan"), float("inf"), float("-inf"), 1e30, -1e30]),
@@ -222,7 +222,7 @@ def test_nothing_under_a_mask_matters(form, drawn, poison, into):
 
 
 @each_form
-@examples(15)
+@examples(10)
 @given(drawn=problems(names=("exp",), masks=MASKS.filter(bool)), poison=st.sampled_from([float("nan"), float("inf")]))
 def test_nothing_under_a_mask_matters_to_ready_features(form, drawn, poison):
     problem, _, _, chunk_size = drawn
@@ -238,7 +238,7 @@ def test_nothing_under_a_mask_matters_to_ready_features(form, drawn, poison):
 
 
 @each_form
-@examples(30)
+@examples(20)
 @given(
     drawn=problems(masks=st.none(), dtypes=(torch.float64, torch.float32, torch.bfloat16)),
     dtype=st.sampled_from([torch.bool, torch.int64, torch.int32, torch.uint8]),
@@ -255,7 +255,7 @@ def test_mask_of_ones_is_no_mask_to_the_bit(form, drawn, dtype):
 
 
 @each_form
-@examples(15)
+@examples(10)
 @given(drawn=problems(masks=MASKS.filter(bool)), dtype=st.sampled_from([torch.int64, torch.int32, torch.uint8]))
 def test_mask_of_integers_is_the_boolean_mask(form, drawn, dtype):
     problem, _, feature_map, chunk_size = drawn
@@ -265,7 +265,7 @@ def test_mask_of_integers_is_the_boolean_mask(form, drawn, dtype):
 
 
 @each_form
-@examples(25)
+@examples(15)
 @given(drawn=problems(causal=True, masks=st.just("left")), pad=st.integers(1, 9))
 def test_padding_on_either_side_changes_no_real_row(form, drawn, pad):
     """Padding that carries arbitrary content, before or after: real rows and the state are the unpadded ones."""
@@ -288,7 +288,7 @@ def test_padding_on_either_side_changes_no_real_row(form, drawn, pad):
 
 
 @each_form
-@examples(20)
+@examples(15)
 @given(drawn=problems(), data=st.data())
 def test_batch_rows_do_not_know_each_other(form, drawn, data):
     problem, _, feature_map, chunk_size = drawn
@@ -307,7 +307,7 @@ def test_batch_rows_do_not_know_each_other(form, drawn, data):
 
 
 @each_form
-@examples(20)
+@examples(15)
 @given(drawn=st.one_of(problems(names=PARAMETER_FREE), problems(names=PARAMETER_FREE, packed=True)))
 def test_groups_equal_repeated_keys(form, drawn):
     problem, name, _, chunk_size = drawn
@@ -328,7 +328,7 @@ def test_groups_equal_repeated_keys(form, drawn):
 
 
 @each_form
-@examples(20)
+@examples(15)
 @given(drawn=problems(causal=True), data=st.data())
 def test_later_tokens_change_no_earlier_row(form, drawn, data):
     problem, _, feature_map, chunk_size = drawn
@@ -353,7 +353,7 @@ def assert_rows_are_dead(dead, out, dq):
 
 
 @each_form
-@examples(25)
+@examples(15)
 @given(drawn=problems(names=("elu1", "hedgehog", "relu"), causal=True, masks=st.sampled_from(["left", "first"])))
 def test_no_key_yet(form, drawn):
     problem, name, feature_map, chunk_size = drawn
@@ -367,7 +367,7 @@ def test_no_key_yet(form, drawn):
 
 
 @each_form
-@examples(25)
+@examples(15)
 @given(drawn=problems(names=("relu",), dtypes=(torch.float64, torch.float32, torch.bfloat16)), data=st.data())
 def test_dead_queries(form, drawn, data):
     """Rows whose features are all 0: output 0, no gradient to them, none from them."""
