@@ -14,7 +14,16 @@ STATE = "training_state.json"
 # Tied weights are stored once; accelerate reports that as a warning at every checkpoint.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 # What may change between a run and its continuation; anything else would make it another run.
-FREE = {"max_steps", "resume", "output_dir", "save_steps", "keep_checkpoints", "eval_steps", "logging_steps"}
+FREE = {
+    "max_steps",
+    "resume",
+    "output_dir",
+    "save_steps",
+    "keep_checkpoints",
+    "eval_steps",
+    "eval_batch_size",
+    "logging_steps",
+}
 FREE |= {"tensorboard", "baselines", "cpu_threads"}
 
 

@@ -74,6 +74,7 @@ class TrainConfig:
     )
     save_steps: int = option(500, "steps between checkpoints")
     keep_checkpoints: int = option(2, "checkpoints to keep")
+    eval_batch_size: int = option(8, "blocks a process and forward pass of an evaluation")
     eval_steps: int = option(500, "steps between evaluations")
     logging_steps: int = option(10, "steps between logged losses")
     tensorboard: bool = option(True, "write a TensorBoard log")
@@ -94,8 +95,9 @@ class TrainConfig:
             raise ConfigError("model_config needs a model_type, for example linattn")
         for name, least in {
             "max_steps": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "warmup_steps": 0, "block_size": 2,
-            "eval_bytes": 1, "save_steps": 1, "keep_checkpoints": 1, "eval_steps": 1, "logging_steps": 1,
-            "cpu_threads": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_learning_rate_ratio": 0,
+            "eval_bytes": 1, "save_steps": 1, "keep_checkpoints": 1, "eval_steps": 1, "eval_batch_size": 1,
+            "logging_steps": 1, "cpu_threads": 0,
+            "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_learning_rate_ratio": 0,
         }.items():  # fmt: skip
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")

@@ -25,7 +25,7 @@ from hf_linattn.benchmark.plots import plot
 from hf_linattn.benchmark.record import read_json, record, write_json
 from hf_linattn.benchmark.tables import bytes_text, compare_table, render, train_table
 
-PROMPT = '"""Read a configuration file'
+PROMPT = "import os\nimport sys\n\ndef "
 SHOWN = 700  # characters of the sample
 
 
@@ -56,8 +56,7 @@ def generate(model, tokenizer, tokens: int, seed: int) -> dict[str, Any]:
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=True,
-        temperature=0.7,
-        top_p=0.95,
+        temperature=0.8,
         streamer=streamer,
         return_dict_in_generate=True,
     )
@@ -83,12 +82,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=8000, help="tokens to generate")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="contexts to compare at")
     parser.add_argument("--rounds", type=int, default=5, help="turns a model and context in the comparison")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads on CPU: one token is little work to share"
+    )
     parser.add_argument("--out", type=Path, help="folder for the results; by default the run's own")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     run, out, console = arguments.run, arguments.out or arguments.run, Console()
 
     # 1. The checkpoint, as any user of transformers loads it.
+    torch.set_num_threads(arguments.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(run).to(device)
     tokenizer = AutoTokenizer.from_pretrained(run)
@@ -99,8 +102,11 @@ def main(argv: list[str] | None = None) -> None:
     times = generated["ms_per_token"]
     console.print(
         f"{generated['tokens']:,} tokens in {generated['seconds']:.1f} s; {times['first tenth']:.2f} ms a token in the "
-        f"first tenth, {times['last tenth']:.2f} ms in the last; cache {bytes_text(generated['cache_bytes'])}"
+        f"first tenth, {times['last tenth']:.2f} ms in the last; cache {generated['cache_bytes']:,} bytes"
     )
+    if hasattr(model.config, "state_nbytes"):
+        formula = "layers * batch * (4 Hk F (E + 1) + (K - 1) (Hq + 2 Hk) D * 4)"
+        console.print(f"the formula, {formula}, gives {model.config.state_nbytes():,} bytes at any length")
 
     # 3. Beside a Llama of the same size.
     comparison = compare(model, arguments.contexts, rounds=arguments.rounds, seed=arguments.seed)

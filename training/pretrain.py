@@ -206,14 +206,14 @@ def forward_backward(
 def evaluate(accelerator: Accelerator, model, corpus: Corpus, config: TrainConfig) -> float:
     """Bits per byte of the held-out text: what predicting all its tokens and ends costs, over its length in UTF-8."""
     blocks: PackedTokens = corpus.held_out
-    stride = config.batch_size * accelerator.num_processes
-    first = config.batch_size * accelerator.process_index
+    stride = config.eval_batch_size * accelerator.num_processes
+    first = config.eval_batch_size * accelerator.process_index
     nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     model.eval()
     for start in tqdm(range(0, len(blocks), stride), "evaluate", leave=False, disable=not accelerator.is_main_process):
-        mine = [min(start + first + i, len(blocks) - 1) for i in range(config.batch_size)]
+        mine = [min(start + first + i, len(blocks) - 1) for i in range(config.eval_batch_size)]
         batch = torch.utils.data.default_collate([blocks[i] for i in mine])
-        beyond = torch.tensor([start + first + i >= len(blocks) for i in range(config.batch_size)])
+        beyond = torch.tensor([start + first + i >= len(blocks) for i in range(config.eval_batch_size)])
         batch["labels"][beyond] = IGNORE  # every process runs the same number of full batches
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         nats += model(**batch, use_cache=False, num_items_in_batch=torch.ones(())).loss

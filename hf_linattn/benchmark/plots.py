@@ -21,20 +21,23 @@ STYLES = (
 )
 
 
-def figure(title: str, xlabel: str, ylabel: str) -> tuple[Any, Any]:
+def figure(panels: int = 1) -> tuple[Any, list[Any]]:
+    """A figure and its panels, side by side."""
     # The object interface: no global state, no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    fig = Figure(figsize=(5.6 * panels + 0.8, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(fig)
-    axes = fig.add_subplot()
+    return fig, list(fig.subplots(1, panels, squeeze=False)[0])
+
+
+def label(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
-    return fig, axes
 
 
 def lines(axes: Any, x: list[float], series: dict[str, list[float]]) -> None:
@@ -76,45 +79,42 @@ def byte_ticks(axes: Any, values: list[float]) -> None:
 
 
 def plot_compare(result: dict[str, Any], folder: Path) -> list[Path]:
-    """cache.png and ms_per_token.png."""
+    """compare.png: cache and time per token against the context."""
     contexts = [row["context"] for row in result["rows"]]
-    sides = {"linear attention": "model", "Llama": "llama"}
-    paths = []
-    for measure, title, unit, ticks in (
-        ("cache_bytes", "Cache while generating", "", byte_ticks),
-        ("ms_per_token", "Time per generated token", "milliseconds", round_ticks),
+    where = f"({result['device']}, {result['dtype']})"
+    fig, panels = figure(2)
+    for axes, (measure, title, unit, ticks) in zip(
+        panels,
+        (
+            ("cache_bytes", f"Cache while generating {where}", "", byte_ticks),
+            ("ms_per_token", f"Time per generated token {where}", "milliseconds", round_ticks),
+        ),
+        strict=True,
     ):
-        fig, axes = figure(f"{title} ({result['device']}, {result['dtype']})", "context (tokens)", unit)
+        label(axes, title, "context (tokens)", unit)
+        sides = {"linear attention": "model", "Llama": "llama"}
         series = {name: [row[side][measure] for row in result["rows"]] for name, side in sides.items()}
         lines(axes, contexts, series)
         ticks(axes, [y for ys in series.values() for y in ys])
-        paths.append(folder / f"{measure.removesuffix('_bytes')}.png")
-        fig.savefig(paths[-1])
-    return paths
+    return [save(fig, folder / "compare.png")]
 
 
 def plot_ops(result: dict[str, Any], folder: Path) -> list[Path]:
-    """ops_forward.png and ops_forward_backward.png."""
+    """ops.png: time against the length, forward and forward with backward."""
     lengths = [row["length"] for row in result["rows"]]
-    paths = []
-    for name in ("forward", "forward+backward"):
-        fig, axes = figure(
-            f"Attention, {name} ({result['device']}, {result['dtype']})", "length (tokens)", "milliseconds"
-        )
-        series = {
-            "linear": [row[name]["linear_ms"] for row in result["rows"]],
-            "softmax": [row[name]["softmax_ms"] for row in result["rows"]],
-        }
+    fig, panels = figure(2)
+    for axes, name in zip(panels, ("forward", "forward+backward"), strict=True):
+        label(axes, f"Attention, {name} ({result['device']}, {result['dtype']})", "length (tokens)", "milliseconds")
+        series = {side: [row[name][f"{side}_ms"] for row in result["rows"]] for side in ("linear", "softmax")}
         lines(axes, lengths, series)
         round_ticks(axes, [y for ys in series.values() for y in ys])
-        paths.append(folder / f"ops_{name.replace('+', '_')}.png")
-        fig.savefig(paths[-1])
-    return paths
+    return [save(fig, folder / "ops.png")]
 
 
 def plot_train(result: dict[str, Any], folder: Path) -> list[Path]:
     """training.png: held-out bits per byte over steps, with the baselines as level lines."""
-    fig, axes = figure("Held-out text", "optimizer steps", "bits per byte")
+    fig, (axes,) = figure()
+    label(axes, "Held-out text", "optimizer steps", "bits per byte")
     steps, values = zip(*result["evaluations"], strict=True)
     axes.plot(steps, values, linewidth=1.8, markersize=5, **STYLES[0])
     axes.annotate(
@@ -131,9 +131,12 @@ def plot_train(result: dict[str, Any], folder: Path) -> list[Path]:
         )  # fmt: skip
     axes.set_yscale("log")
     round_ticks(axes, [*values, *levels.values()])
-    path = folder / "training.png"
+    return [save(fig, folder / "training.png")]
+
+
+def save(fig: Any, path: Path) -> Path:
     fig.savefig(path)
-    return [path]
+    return path
 
 
 PLOTS: dict[str, Callable[[dict[str, Any], Path], list[Path]]] = {

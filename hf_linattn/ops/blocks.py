@@ -78,6 +78,7 @@ class Frame:
         self.q = self.phi_q.view(count, rows, features)
         self.phi_k = self._new(chunks, batch, heads, size, features)
         self.k = self.phi_k.view(count, size, features)
+        self.k_columns = self.k.transpose(1, 2)
         self.values = self._new(chunks, batch, heads, size, values + 1)
         self.values[..., -1] = 1
         self.ones_are_masked = False
@@ -85,6 +86,7 @@ class Frame:
         self.states = self._new(chunks + 1, batch, heads, features, values + 1)
         self.entering = self.states[:-1].view(count, features, values + 1)
         self.leaving = self.states[1:].view(count, features, values + 1)
+        self.slots = self.states.unbind()
         self.weights = self._new(count, rows, size)
         self.weights_by_head = self.weights.view(chunks, batch, heads, group, size, size)
         self.sums = self._new(count, rows, values + 1)
@@ -111,6 +113,10 @@ class Frame:
     def grad_states(self) -> Tensor:
         """Slot c + 1 is R, the gradient of hat mu after chunk c; slot 0 that of hat mu before the block."""
         return torch.empty_like(self.states)
+
+    @functools.cached_property
+    def grad_slots(self) -> tuple[Tensor, ...]:
+        return self.grad_states.unbind()
 
     @functools.cached_property
     def scratch(self) -> dict[tuple[int, ...], Tensor]:

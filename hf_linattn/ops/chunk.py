@@ -124,13 +124,13 @@ def _read_block(loader: Loader, frame: Frame, block: Block, carry: Tensor, gates
     """Load the block; fill frame.states, from `carry` on, and frame.weights. Returns the queries that see the past."""
     loader.read_query(frame, block)
     loader.read_key_value(frame, block)
-    keys = frame.k if gates is None else (frame.phi_k * gates.key).view_as(frame.k)
-    states = frame.states
-    torch.bmm(keys.transpose(1, 2), frame.v, out=frame.leaving)
-    states[0].copy_(carry)
+    keys = frame.k_columns if gates is None else (frame.phi_k * gates.key).view_as(frame.k).transpose(1, 2)
+    slots = frame.slots
+    torch.bmm(keys, frame.v, out=frame.leaving)
+    slots[0].copy_(carry)
     for chunk in range(block.chunks):
-        states[chunk + 1].add_(states[chunk] if gates is None else states[chunk] * gates.carry[chunk])
-    torch.bmm(frame.q, frame.k.transpose(1, 2), out=frame.weights)
+        slots[chunk + 1].add_(slots[chunk] if gates is None else slots[chunk] * gates.carry[chunk])
+    torch.bmm(frame.q, frame.k_columns, out=frame.weights)
     _hide_later(frame.weights_by_head, gates)
     return frame.q if gates is None else (frame.phi_q * gates.query).view_as(frame.q)
 
@@ -162,7 +162,7 @@ class CausalChunk(torch.autograd.Function):
             gates = _gates(segments, block, dtype)
             frame = loader.frame(block)
             past_queries = _read_block(loader, frame, block, carry, gates)
-            carry.copy_(frame.states[-1])
+            carry.copy_(frame.slots[-1])
             torch.bmm(frame.weights, frame.v, out=frame.sums)
             frame.sums.baddbmm_(past_queries, frame.entering)
             target = loader.view_q(out, block)
@@ -196,13 +196,14 @@ class CausalChunk(torch.autograd.Function):
                 torch.bmm(frame.sums, frame.v.transpose(1, 2), out=frame.grad_weights)
                 _hide_later(frame.grad_weights.view_as(frame.weights_by_head), gates)
 
-                after = frame.grad_states  # pulled[c] = phi(Q)^T d hat n goes to slot c, then R runs back over it
-                torch.bmm(past_queries.transpose(1, 2), frame.sums, out=after[:-1].view_as(frame.leaving))
-                after[-1].copy_(later)
+                # pulled = phi(Q)^T d hat n of chunk c goes to slot c, then R runs back over the slots
+                slots = frame.grad_slots
+                torch.bmm(past_queries.transpose(1, 2), frame.sums, out=frame.grad_states[:-1].view_as(frame.leaving))
+                slots[-1].copy_(later)
                 for chunk in reversed(range(block.chunks)):
-                    after[chunk].add_(after[chunk + 1] if gates is None else after[chunk + 1] * gates.carry[chunk])
-                later.copy_(after[0])
-                after = after[1:].view_as(frame.leaving)
+                    slots[chunk].add_(slots[chunk + 1] if gates is None else slots[chunk + 1] * gates.carry[chunk])
+                later.copy_(slots[0])
+                after = frame.grad_states[1:].view_as(frame.leaving)
 
                 torch.bmm(frame.sums, frame.entering.transpose(1, 2), out=frame.grad_q)
                 torch.bmm(frame.v, after.transpose(1, 2), out=frame.grad_k)
