@@ -23,7 +23,7 @@ import hf_linattn  # noqa: F401  registers the models
 from hf_linattn.benchmark.compare import CONTEXTS, cache_nbytes, compare
 from hf_linattn.benchmark.plots import plot
 from hf_linattn.benchmark.record import read_json, record, write_json
-from hf_linattn.benchmark.tables import bytes_text, compare_table, render, train_table
+from hf_linattn.benchmark.tables import compare_table, render, train_table
 
 PROMPT = "import os\nimport sys\n\ndef "
 SHOWN = 700  # characters of the sample

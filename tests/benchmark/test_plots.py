@@ -10,7 +10,7 @@ import hf_linattn.benchmark.plots as plots
 pytest.importorskip("matplotlib")
 from PIL import Image  # noqa: E402  comes with matplotlib
 
-FILES = {"cache.png", "ms_per_token.png", "ops_forward.png", "ops_forward_backward.png", "training.png"}
+FILES = {"compare.png", "ops.png", "training.png"}
 
 
 def test_every_result_in_a_file_is_drawn(results, tmp_path):
@@ -24,19 +24,24 @@ def test_every_result_in_a_file_is_drawn(results, tmp_path):
         assert (grey < 140).mean() > 0.002  # lines and text are dark enough without colour
 
 
-def drawn(results: dict, name: str, monkeypatch) -> list:
-    """The axes that plotting `results[name]` makes."""
+@pytest.fixture
+def panels(monkeypatch) -> list:
+    """All panels that are drawn on."""
     made = []
     figure = plots.figure
-    monkeypatch.setattr(plots, "figure", lambda *args: made.append(figure(*args)) or made[-1])
+
+    def remember(*args):
+        made.extend((result := figure(*args))[1])
+        return result
+
+    monkeypatch.setattr(plots, "figure", remember)
     return made
 
 
-def test_axes_are_logarithmic_and_lines_carry_names(results, tmp_path, monkeypatch):
-    made = drawn(results, "compare", monkeypatch)
+def test_axes_are_logarithmic_and_lines_carry_names(results, tmp_path, panels):
     plots.plot(results["compare"], tmp_path)
-    assert len(made) == 2
-    for (_, axes), measure in zip(made, ("cache_bytes", "ms_per_token"), strict=True):
+    assert len(panels) == 2
+    for axes, measure in zip(panels, ("cache_bytes", "ms_per_token"), strict=True):
         assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
         assert [text.get_text() for text in axes.texts] == ["linear attention", "Llama"]
         for line, side in zip(axes.lines, ("model", "llama"), strict=True):
@@ -44,12 +49,25 @@ def test_axes_are_logarithmic_and_lines_carry_names(results, tmp_path, monkeypat
             assert list(line.get_xdata()) == [row["context"] for row in rows]
             assert list(line.get_ydata()) == [row[side][measure] for row in rows]
         assert len({(line.get_linestyle(), line.get_marker()) for line in axes.lines}) == 2
+    assert [tick.get_text() for tick in panels[0].get_yticklabels()] == [
+        "256 KiB",
+        "1 MiB",
+        "4 MiB",
+        "16 MiB",
+        "64 MiB",
+    ]
 
 
-def test_training_picture_shows_the_baselines(results, tmp_path, monkeypatch):
-    made = drawn(results, "train", monkeypatch)
+def test_ops_picture_has_a_panel_for_each_pass(results, tmp_path, panels):
+    results["ops"]["rows"][1]["forward+backward"] = results["ops"]["rows"][1]["forward+backward"] | {"linear_ms": 7.0}
+    plots.plot(results["ops"], tmp_path)
+    assert [list(axes.lines[0].get_ydata()) for axes in panels] == [[1.5, 1.5], [1.5, 7.0]]
+    assert [list(axes.lines[1].get_ydata()) for axes in panels] == [[123.4, 123.4]] * 2
+
+
+def test_training_picture_shows_the_baselines(results, tmp_path, panels):
     plots.plot(results["train"], tmp_path)
-    ((_, axes),) = made
+    (axes,) = panels
     assert [text.get_text() for text in axes.texts] == ["model 2.06", "gzip 2.50", "6-gram 2.40"]
     assert [line.get_ydata()[0] for line in axes.lines[1:]] == [2.5, 2.4]
 

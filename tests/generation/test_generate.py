@@ -1,5 +1,7 @@
 """Every way of calling generate() gives what it gives without a cache: scores, logits and tokens."""
 
+import warnings
+
 import pytest
 import torch
 from helpers import CONFIGS, FEW, VOCAB, make_model, random_ids, states
@@ -95,7 +97,9 @@ def test_a_cache_of_the_user(name, kind, word):
         "empty": lambda: DynamicCache(),
         "static": lambda: StaticCache(config=model.config, max_cache_len=20),
     }[kind]()
-    out = generate(model, **{word: cache})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old name still works
+        out = generate(model, **{word: cache})
     assert_same(out, generate(model, use_cache=False))
     assert cache.get_seq_length() == 7 + NEW - 1
     assert out.cache is cache

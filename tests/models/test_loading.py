@@ -147,7 +147,7 @@ def test_half_a_feature_map_in_the_checkpoint(tmp_path):
     model = make_model("hedgehog_key")
     missing = "model.layers.0.self_attn.feature_map.k_weight"
     weights = {key: value for key, value in model.state_dict().items() if key != missing}
-    model.save_pretrained(tmp_path, state_dict=weights)
+    model.save_pretrained(tmp_path, state_dict=dict(weights))
     again, info = LinAttnForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert info["missing_keys"] == {missing}
     for key, value in again.state_dict().items():

@@ -107,10 +107,10 @@ def test_padding_gives_the_unpadded_run(name, turns, whole):
         assert_close(actual, expected, EXACT, what)
 
 
-@few_configs
+@pytest.mark.parametrize("name, attention", [*((name, None) for name in FEW), ("hybrid", "eager")])
 @pytest.mark.parametrize("case", EXAMPLES)
-def test_padding_in_float32(name, case):
-    model = shared_model(name, torch.float32)
+def test_padding_in_float32(name, attention, case):
+    model = shared_model(name, torch.float32, attention)
     padded, unpadded = padded_and_unpadded(model, EXAMPLES[case], whole=must_be_whole(model))
     assert_close(padded[0], unpadded[0], 1e-5, "logits")
     assert drift(padded[1], unpadded[1]) < 1e-6
