@@ -6,7 +6,9 @@ Reads the folder that pretrain.py wrote; adds results.json, table.md and figures
 """
 
 import argparse
+import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def generate(model, tokenizer, tokens: int, seed: int) -> dict[str, Any]:
         streamer=streamer,
         return_dict_in_generate=True,
     )
-    milliseconds = torch.tensor(streamer.times).double().diff() * 1e3
+    milliseconds = [(after - before) * 1e3 for before, after in pairwise(streamer.times)]
     tenth = max(1, len(milliseconds) // 10)
     return {
         "kind": "generate",
@@ -68,8 +70,8 @@ def generate(model, tokenizer, tokens: int, seed: int) -> dict[str, Any]:
         "tokens": len(milliseconds),
         "seconds": streamer.times[-1] - streamer.times[0],
         "ms_per_token": {
-            "first tenth": milliseconds[:tenth].median().item(),
-            "last tenth": milliseconds[-tenth:].median().item(),
+            "first tenth": statistics.median(milliseconds[:tenth]),
+            "last tenth": statistics.median(milliseconds[-tenth:]),
         },
         "cache_bytes": cache_nbytes(output.cache),
         "text": tokenizer.decode(output.sequences[0], skip_special_tokens=True),

@@ -48,3 +48,19 @@ def test_generation_is_as_long_as_asked_and_follows_the_seed(arguments, tmp_path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
     texts = [demo.generate(model, byte_tokenizer(), 30, s)["text"] for s in (seed, seed, seed + 1)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_times_keep_their_precision_on_a_machine_that_has_run_for_weeks(arguments, tmp_path, monkeypatch):
+    """A clock that reads 5,000,000 s and advances by 0.25 ms a token, 0.5 ms in the second half."""
+    run(arguments(max_steps=2))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
+    put = demo.ProgressStreamer.put
+
+    def timed_put(self, value):
+        put(self, value)
+        n = len(self.times) - 1
+        self.times[-1] = 5e6 + 2.5e-4 * n + 2.5e-4 * max(0, n - 10)
+
+    monkeypatch.setattr(demo.ProgressStreamer, "put", timed_put)
+    times = demo.generate(model, byte_tokenizer(), 20, 0)["ms_per_token"]
+    assert times == pytest.approx({"first tenth": 0.25, "last tenth": 0.5}, rel=1e-4)
