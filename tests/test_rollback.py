@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from helpers import CONFIGS, EXACT, FEW, assert_same_bits, contents, drift, random_ids, read, shared_model, states
+from helpers import (
+    CONFIGS,
+    EXACT,
+    FEW,
+    LINEAR,
+    assert_same_bits,
+    contents,
+    drift,
+    make_model,
+    random_ids,
+    read,
+    shared_model,
+    states,
+)
 
 from hf_linattn import LinearAttentionCache
 
@@ -102,3 +115,17 @@ def test_rows_of_a_recording_cache_can_be_reordered():
     cache.reorder_cache(order)
     cache.crop(-3)
     assert drift(states(cache), states(read(model, ids[order], [6])[1])) < EXACT
+
+
+def test_a_refused_crop_touches_no_layer_of_a_hybrid():
+    model = make_model("hybrid", layer_types=["full_attention", LINEAR, LINEAR])
+    ids = random_ids(1, 9)
+    cache = read(model, ids, [6])[1]
+    cache.activate_past_recording()
+    read(model, ids[:, 6:], [3], cache=cache)
+    before = contents(cache)
+    with pytest.raises(ValueError, match="only 3 tokens are recorded"):
+        cache.crop(-5)
+    assert_same_bits(contents(cache), before)
+    cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [6, 6, 6]

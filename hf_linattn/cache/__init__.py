@@ -56,6 +56,12 @@ class LinearAttentionCache(DynamicCache):
         load_state(cache, path, model)
         return cache
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Undo the last `-tokens_to_remove` tokens in every layer, or refuse before any layer is touched."""
+        for layer in linear_layers(self):
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor the layers keep: mu, nu, convolution tails, and keys and values where there are."""

@@ -184,15 +184,8 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         Raises:
             ValueError: for a positive number, or more tokens than were recorded; the state is untouched then.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
-        remove = -tokens_to_remove
-        if remove > self.recorded_tokens:
-            raise ValueError(
-                f"crop({tokens_to_remove}): only {self.recorded_tokens} tokens are recorded (at most "
-                f"{self.max_rollback}, from activate_past_recording or the last crop on); a sum cannot forget others"
-            )
-        left = remove
+        self.check_crop(tokens_to_remove)
+        left = remove = -tokens_to_remove
         while left:
             record = self._recorded.pop()
             kept = max(0, record.num_tokens - left)
@@ -200,6 +193,16 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
             self._restore(record, kept)
         self.seq_length -= remove
         self._recorded = []
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and change nothing."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
+        if -tokens_to_remove > self.recorded_tokens:
+            raise ValueError(
+                f"crop({tokens_to_remove}): only {self.recorded_tokens} tokens are recorded (at most "
+                f"{self.max_rollback}, from activate_past_recording or the last crop on); a sum cannot forget others"
+            )
 
     def _restore(self, record: Recorded, kept: int) -> None:
         state, self.conv_tails = record.after(kept)
@@ -244,6 +247,9 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise ValueError(f"crop({tokens_to_remove}): a static cache cannot be rolled back")
 

@@ -142,11 +142,14 @@ class LinearAttention(nn.Module):
     def _in_two(self, head, hidden_states, position_embeddings, key_mask, cache) -> tuple[Tensor, None]:
         """Read all but the last tokens unrecorded, so that what a rollback needs does not follow the prompt."""
         layer, outs = cache.layers[self.layer_idx], []
-        for part, records in ((slice(None, head), False), (slice(head, None), True)):
-            layer.record_past = records
-            position = tuple(x[:, part] for x in position_embeddings)
-            mask = None if key_mask is None else key_mask[:, part]
-            outs.append(self.forward(hidden_states[:, part], position, mask, cache)[0])
+        try:
+            for part, records in ((slice(None, head), False), (slice(head, None), True)):
+                layer.record_past = records
+                position = tuple(x[:, part] for x in position_embeddings)
+                mask = None if key_mask is None else key_mask[:, part]
+                outs.append(self.forward(hidden_states[:, part], position, mask, cache)[0])
+        finally:
+            layer.record_past = True
         return torch.cat(outs, 1), None
 
     def _record(self, state, tails, k, values, conv_inputs, key_mask) -> Recorded:

@@ -154,3 +154,15 @@ def test_caches_of_another_batch_size(rows, layer_types, make):
 @pytest.mark.parametrize("cache", [((torch.zeros(1), torch.zeros(1)),), [], "static"], ids=["tuple", "list", "str"])
 def test_things_that_are_no_cache(cache):
     refuses(lambda: shared_model("linear")(IDS, cache=cache), "Cache", type(cache).__name__)
+
+
+def test_a_cache_under_gradient_checkpointing():
+    """transformers would drop the cache in every layer, and the state with it."""
+    model = make_model("linear")
+    with torch.no_grad():
+        cache = model(random_ids(1, 5)).cache
+    model.train()
+    model.activation_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing would drop the cache"):
+        model(random_ids(1, 3), cache=cache)
+    assert cache.get_seq_length() == 5

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import (
     CONFIGS,
+    FEW,
     FULL,
     LINEAR,
     VOCAB,
@@ -78,7 +79,7 @@ def test_a_device_map(options, tmp_path):
     assert_same_bits([reload(tmp_path, **options)(ids).logits], [model(ids).logits])
 
 
-@each_config
+@pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loading_in_half_precision(name, dtype, tmp_path):
     model, ids = make_model(name), random_ids(2, 9)

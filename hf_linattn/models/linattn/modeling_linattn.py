@@ -165,6 +165,10 @@ class LinAttnModel(LinAttnPreTrainedModel):
                 check_token_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
 
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "gradient checkpointing would drop the cache and so the state: turn it off, or pass no cache"
+            )
         own_cache = cache is None and bool(use_cache)
         cache = LinearAttentionCache(self.config) if own_cache else cache
         if cache is not None:
