@@ -27,6 +27,9 @@ def repository(tmp_path, monkeypatch):
 
 def test_commit_is_head_and_says_when_files_differ(repository):
     folder, git = repository
+    (folder / "other").write_text("")
+    git("add", "other")
+    git("commit", "-q", "-m", "other")
     assert commit() is None  # a repository that this file is not part of is somebody else's
     git("add", "record.py")
     git("commit", "-q", "-m", "one")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pretrain
-from checkpoints import STATE, list_checkpoints
+from checkpoints import list_checkpoints
 from config import ConfigError, read_config
-from data import byte_tokenizer, load_corpus
+from data import load_corpus
 
 from .conftest import TINY, run
 
@@ -196,9 +195,16 @@ def test_vectors_do_not_decay():
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
 
 
-def test_the_script_says_what_is_wrong_in_one_line_and_logs_to_tensorboard(arguments, tmp_path):
-    run(arguments(tensorboard=True))
+def test_a_run_logs_to_tensorboard_when_asked(arguments, tmp_path):
+    run(arguments(tensorboard=False))
+    assert not list((tmp_path / "run").rglob("events.out.tfevents.*"))
+    run(arguments(tensorboard=True, resume="restart"))
     assert list((tmp_path / "run" / "log").glob("events.out.tfevents.*"))
-    assert (tmp_path / "run" / "checkpoints" / "step-00000006" / STATE).is_file()
-    assert byte_tokenizer().vocab_size == AutoTokenizer.from_pretrained(tmp_path / "run").vocab_size
-    assert Accelerator is not None
+
+
+def test_the_script_says_what_is_wrong_in_one_line():
+    command = [sys.executable, str(TRAINING / "pretrain.py"), "--max_step", "3"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 1
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("pretrain: command line: unknown key 'max_step'; did you mean 'max_steps'?")
