@@ -6,7 +6,7 @@ LAUNCH := $(BIN)/accelerate launch --config_file training/accelerate.yaml
 
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := true
-# Threads that wait asleep instead of spinning: several times faster where the cores are shared, as fast where not.
+# Threads wait asleep instead of spinning, which costs dearly where other work shares the cores.
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test check clean
