@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
-from .cache import LinearAttentionCache
+from ..cache import LinearAttentionCache
 
 
 def check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
