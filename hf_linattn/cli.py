@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from .cache import LinearAttentionCache, state_header
+from .generation import FileStreamer
 
 
 @torch.no_grad()
@@ -59,8 +60,9 @@ def run_ask(arguments: argparse.Namespace) -> None:
         max_new_tokens=arguments.tokens,
         do_sample=arguments.temperature > 0,
         temperature=arguments.temperature or None,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=FileStreamer(sys.stdout, tokenizer),
     )
+    print()
 
 
 def _read_text(path: Path) -> str:

@@ -57,6 +57,11 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         return LinearAttentionState(self.mu, self.nu) if self.is_initialized else None
 
     @property
+    def has_padding(self) -> bool:
+        """Whether a call had padding; a compiled call is not asked (reading the count would wait for the device)."""
+        return self.padding is not None
+
+    @property
     def batch_size(self) -> int:
         if not self.is_initialized:
             raise AttributeError("the layer is empty, so it has no batch size yet")
@@ -241,6 +246,10 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         self.max_cache_len = max_cache_len
         self.cumulative_length = torch.tensor(0, dtype=torch.long)
 
+    @property
+    def has_padding(self) -> bool:
+        return not torch.compiler.is_compiling() and self.padding is not None and bool(self.padding.any())
+
     def activate_past_recording(self) -> None:
         raise ValueError(
             "a static cache cannot be rolled back; drop cache_implementation='static' for assisted decoding"
@@ -266,8 +275,10 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
             self.cumulative_length = self.cumulative_length.to(self.device)
             # what came in may be a view or part of a graph output: the buffers are the cache's own
             self._set(tuple(tensor.clone() for tensor in new))
+            # there from the start, so that a first padded step finds what every later one finds
+            self.padding = torch.zeros(state.mu.shape[0], dtype=torch.long, device=self.device)
             if not torch.compiler.is_compiling():
-                for tensor in (*self._tensors(), self.cumulative_length):
+                for tensor in (*self._tensors(), self.padding, self.cumulative_length):
                     torch._dynamo.mark_static_address(tensor)
         elif any(tensor.requires_grad for tensor in (*new, *self._tensors())):
             self._set(new)  # what was there may be saved for a backward pass, even if this call records none
@@ -275,6 +286,9 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
             for buffer, tensor in zip(self._tensors(), new):
                 buffer.copy_(tensor)
         self.cumulative_length.add_(num_tokens)
+
+    def add_padding(self, count: Tensor) -> None:
+        self.padding.add_(count)
 
     def get_seq_length(self) -> int | Tensor:
         return self.cumulative_length if self.is_initialized else 0
@@ -289,8 +303,20 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         """Set the buffers to zero, which is the empty state, and keep their addresses."""
         for tensor in self._tensors():
             tensor.zero_()
-        self.padding = None
+        if self.padding is not None:
+            self.padding.zero_()
         self.cumulative_length.zero_()
+
+    def _apply(self, function) -> None:
+        """Rows may be reordered where they are; another number of rows needs other buffers."""
+        before = [*self._tensors(), self.padding]
+        super()._apply(function)
+        if not before[:-1] or before[0].shape != self.mu.shape or any(x.requires_grad for x in self._tensors()):
+            return
+        for buffer, tensor in zip(before, [*self._tensors(), self.padding]):
+            buffer.copy_(tensor)
+        self._set(tuple(before[:-1]))
+        self.padding = before[-1]
 
     def _set(self, tensors: tuple[Tensor, ...]) -> None:
         self.mu, self.nu, self.conv_tails = tensors[0], tensors[1], tensors[2:]

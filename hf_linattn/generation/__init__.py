@@ -1,4 +1,7 @@
-"""What `generate()` needs beyond transformers: the right cache, and errors where it would go wrong silently."""
+"""What `generate()` needs beyond transformers.
+
+The right cache, a sampling loop of flat cost, and errors where it would go wrong silently.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
+from transformers.utils import logging
 
 from ..cache import LinearAttentionCache
+from .loop import sample, why_stock_loop
+from .streamers import CallbackStreamer, FileStreamer
+
+logger = logging.get_logger(__name__)
 
 
 def check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
@@ -44,6 +52,16 @@ class LinearAttentionGenerationMixin:
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
+    def _sample(self, input_ids: Tensor, **kwargs: Any):
+        reason = why_stock_loop(self, kwargs)
+        if reason is None:
+            return sample(self, input_ids, **kwargs)
+        if kwargs.get("use_cache") is not False:  # which is a choice, not a limit
+            logger.warning_once(
+                f"generate() goes through transformers' own loop, which slows down with length: {reason}"
+            )
+        return super()._sample(input_ids, **kwargs)
+
     def _prefill(
         self,
         input_ids: Tensor,
@@ -76,3 +94,6 @@ def _check_continuation(input_ids: Tensor, generation_config: GenerationConfig, 
     if covered not in (-1, length, past + length):
         allowed = f"{length}" if past == 0 else f"{length} (the full history) or {past} already read + {length} new"
         raise ValueError(f"attention_mask covers {covered} tokens; it must cover {allowed}")
+
+
+__all__ = ["CallbackStreamer", "FileStreamer", "LinearAttentionGenerationMixin", "check_token_ids"]

@@ -61,9 +61,12 @@ class ShortConvolution(nn.Module):
         reach = self.kernel_size - 1
         if tail is None:
             tail = self.empty_tail(x)
-        if length == 1 and key_mask is None:
+        if length == 1:
             window = torch.cat([tail.to(x.dtype), x], 1)
-            return (window * self.weight.t()).sum(1, keepdim=True), window[:, 1:]
+            new_tail = window[:, 1:]
+            if key_mask is not None:
+                new_tail = torch.where(key_mask.unsqueeze(-1), new_tail, window[:, :-1])
+            return (window * self.weight.t()).sum(1, keepdim=True), new_tail
         new_tail = next_tail(tail, x, key_mask)
         if key_mask is not None:
             # real tokens first, in order, so that they follow the tail without a gap

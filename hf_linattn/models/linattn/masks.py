@@ -37,10 +37,9 @@ def check_attention_mask(mask: Any, batch: int, length: int, past: int | Tensor,
         raise ValueError(f"attention_mask covers {mask.shape[1]} tokens, the input has {length}")
     if mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
-    if length == 1:
-        if mask.device.type != "cpu":
-            return  # reading it would wait for the device at every step
-        mask = mask[:, -1:]  # the rest was checked when it was read
+    if length == 1 and mask.device.type != "cpu":
+        return  # reading it would wait for the device at every step
+    mask = mask[:, -length:]  # the rest was checked when it was read
     wrong = (mask != 0) & (mask != 1)
     if bool(wrong.any()):
         raise ValueError(

@@ -185,7 +185,7 @@ class LinAttnModel(LinAttnPreTrainedModel):
             if attention_mask is not None:
                 check_attention_mask(attention_mask, batch, length, past, whole=is_hybrid)
                 attention_mask = attention_mask.to(inputs_embeds.device)
-            elif padding is not None and is_hybrid:
+            elif is_hybrid and layers and layers[0].has_padding:
                 raise ValueError(
                     "earlier calls had padding, which full attention layers keep: pass attention_mask [B, past + T]"
                 )
