@@ -8,7 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from ..cache import LINEAR_LAYER_TYPE
 
 
 class IncrementalRepetitionPenalty(LogitsProcessor):
@@ -101,7 +107,33 @@ class IncrementalNoRepeatNGram(LogitsProcessor):
         self.tails[row] = tail
 
 
+class FlatGuidance(LogitsProcessor):
+    """transformers' classifier-free guidance without its growing mask, for models whose layers are all linear.
+
+        score = w * (log p(x | prompt) - log p(x | negative prompt)) + log p(x | negative prompt)
+
+    Such a model has counted the padding of the negative prompt in its cache, and needs the mask of the new token only.
+
+    Args:
+        stock: the processor it stands in for.
+
+    Source: arXiv:2306.17806, equation 7.
+    """
+
+    def __init__(self, stock: UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        self.stock = stock
+        layer_types = stock.model.config.get_text_config().layer_types
+        self.is_flat = stock.unconditional_context["use_cache"] and set(layer_types) == {LINEAR_LAYER_TYPE}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        context = self.stock.unconditional_context
+        if self.is_flat and not context["first_pass"]:
+            context["attention_mask"] = context["attention_mask"][:, :0]
+        return self.stock(input_ids, scores)
+
+
 INCREMENTAL: dict[type[LogitsProcessor], Callable[[LogitsProcessor], LogitsProcessor]] = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: FlatGuidance,
     RepetitionPenaltyLogitsProcessor: IncrementalRepetitionPenalty,
     NoRepeatNGramLogitsProcessor: IncrementalNoRepeatNGram,
 }

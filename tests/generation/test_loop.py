@@ -88,6 +88,11 @@ OPTIONS = {
     "decay": {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": 4, "do_sample": True},
     "begin": {"begin_suppress_tokens": [1, 2, 3, 4], "suppress_tokens": [5]},
     "guidance": {"guidance_scale": 1.7},
+    "guidance away from a padded prompt": {
+        "guidance_scale": 2.0,
+        "negative_prompt_ids": random_ids(3, 5, seed=7),
+        "negative_prompt_attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]),
+    },
     "chunked": {"prefill_chunk_size": 4},
     "custom processor": {"logits_processor": LogitsProcessorList([HalfOfTheVocabulary()])},
     "custom criterion": {"stopping_criteria": StoppingCriteriaList([SumOfIds()]), "do_sample": True},
@@ -273,6 +278,7 @@ FLAT = {
     "repetition": {"repetition_penalty": 1.3},
     "no pairs": {"no_repeat_ngram_size": 4},
     "bad words": {"bad_words_ids": [[3], [4, 5]]},
+    "guidance": {"guidance_scale": 1.3},
     "end": {"eos_token_id": VOCAB - 1, "min_new_tokens": 300},
 }
 
