@@ -73,7 +73,43 @@ def train_table(result: dict[str, Any]) -> str:
     return table(["held-out text", "bits per byte"], rows)
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"compare": compare_table, "ops": ops_table, "train": train_table}
+def generation_table(result: dict[str, Any]) -> str:
+    """What a generated token costs, beside what is promised; parts that were not measured are left out."""
+    bounds, rows = result["bounds"], []
+
+    def add(what: str, key: str, value: str, limit: Callable[[float], str], word: str = "at most") -> None:
+        rows.append([what, value, f"{word} {limit(bounds[key])}"])
+
+    if positions := result.get("positions"):
+        place = f"a token after {positions['far']:,} tokens over one after {positions['near']:,}"
+        for case, row in positions["cases"].items():
+            cost = f"{ratio_text(row['ratio'])} ({milliseconds_text(row['far_us'] / 1e3)} ms)"
+            add(f"time of {place}, {case}", case, cost, ratio_text)
+        prefill = positions["prefill"]
+        what = f"time of reading the last tenth of {prefill['length']:,} tokens over the first"
+        add(what, "prefill", ratio_text(prefill["ratio"]), ratio_text)
+    if loop := result.get("loop"):
+        cost = f"{ratio_text(loop['ratio'])} ({loop['ours_us']:.0f} us against {loop['stock_us']:.0f} us)"
+        add("time of the loop beyond the model, over that of transformers' loop", "loop", cost, ratio_text)
+    if memory := result.get("memory"):
+        what = f"resident memory from token {memory['near']:,} to {memory['length']:,}, ids aside"
+        add(what, "memory", signed_bytes_text(memory["growth_without_ids_bytes"]), bytes_text)
+    if lookup := result.get("prompt lookup"):
+        what = "speed of prompt lookup on repetitive text, over greedy search"
+        add(what, "prompt lookup", ratio_text(lookup["ratio"]), ratio_text, "at least")
+    return table(["what", "measured", "promised"], rows)
+
+
+def signed_bytes_text(size: float) -> str:
+    return f"-{bytes_text(-size)}" if size < 0 else bytes_text(size)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "compare": compare_table,
+    "generation": generation_table,
+    "ops": ops_table,
+    "train": train_table,
+}
 
 
 def render(result: dict[str, Any]) -> str:

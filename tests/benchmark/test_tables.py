@@ -37,8 +37,32 @@ def test_a_file_of_several_results_gives_all_their_tables(results, tmp_path):
     assert (tmp_path / "table.md").read_text() == expected
 
 
+def test_generation_table_says_what_was_promised():
+    result = {
+        "kind": "generation",
+        "bounds": {"batch 1": 1.15, "prefill": 1.1, "loop": 0.5, "memory": 16 * 2**20, "prompt lookup": 1.5},
+        "positions": {
+            "near": 1000,
+            "far": 1_000_000,
+            "cases": {"batch 1": {"ratio": 1.021, "far_us": 1234.0}},
+            "prefill": {"length": 1_000_000, "ratio": 0.99},
+        },
+        "loop": {"ratio": 0.4, "ours_us": 100.4, "stock_us": 251.0},
+        "memory": {"near": 1000, "length": 1_000_000, "growth_without_ids_bytes": -2048},
+        "prompt lookup": {"ratio": 1.875},
+    }
+    assert render(result).splitlines()[2:] == [
+        "| time of a token after 1,000,000 tokens over one after 1,000, batch 1 | 1.02x (1.23 ms) | at most 1.15x |",
+        "| time of reading the last tenth of 1,000,000 tokens over the first | 0.99x | at most 1.10x |",
+        "| time of the loop beyond the model, over that of transformers' loop | 0.40x (100 us against 251 us) "
+        "| at most 0.50x |",
+        "| resident memory from token 1,000 to 1,000,000, ids aside | -2 KiB | at most 16 MiB |",
+        "| speed of prompt lookup on repetitive text, over greedy search | 1.88x | at least 1.50x |",
+    ]
+
+
 def test_unknown_kinds_are_named():
-    with pytest.raises(ValueError, match="no table for kind 'novel'; known: compare, ops, train"):
+    with pytest.raises(ValueError, match="no table for kind 'novel'; known: compare, generation, ops, train"):
         render({"kind": "novel"})
 
 
