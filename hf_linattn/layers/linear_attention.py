@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from ..cache import Recorded, prefetch_next
 from ..ops import attention_weights, linear_attention, make_feature_map
@@ -105,15 +105,21 @@ class LinearAttention(nn.Module):
             shapes = tuple((conv.kernel_size - 1, conv.channels) for conv in convolutions)
             state = layer.read(self.num_key_value_heads, self.head_dim, shapes)
             tails = layer.conv_tails
-        q, k, v, conv_inputs, old_tails, tails = self._project(
-            hidden_states, position_embeddings, attention_mask, tails, packing
-        )
+        q, k, v, conv_inputs, old_tails, tails = self._project(hidden_states, attention_mask, tails, packing)
+        feature_map = self.feature_map
+        if length == 1 and not feature_map.is_learnable:
+            # decoding is many small operations: rotate and map queries and keys in one go
+            heads = [self.num_heads, self.num_key_value_heads]
+            q, k = feature_map.key(self._rotate(torch.cat([q, k], 2), position_embeddings)).split(heads, 2)
+            feature_map = None
+        else:
+            q, k = self._rotate(q, position_embeddings), self._rotate(k, position_embeddings)
 
         normalize = self.config.normalizer == "denominator"
         # without a denominator sums grow with length: they stay float32 until they are normalised
         values = v if normalize or v.dtype == torch.float64 else v.float()
         arguments = {
-            "feature_map": self.feature_map,
+            "feature_map": feature_map,
             "causal": self.is_causal,
             "key_mask": attention_mask,
             "normalize": normalize,
@@ -132,7 +138,8 @@ class LinearAttention(nn.Module):
             if packing is not None:
                 weights = _diagonal_blocks(weights, batch)
         if layer is not None:
-            record = self._record(state, old_tails, k, values, conv_inputs, attention_mask) if records else None
+            phi_k = (k if feature_map is None else feature_map.key(k)) if records else None
+            record = self._record(state, old_tails, phi_k, values, conv_inputs, attention_mask) if records else None
             layer.store(new_state, tails, length, record)
         if self.o_norm is not None:
             out = self.o_norm(out)
@@ -152,17 +159,23 @@ class LinearAttention(nn.Module):
             layer.record_past = True
         return torch.cat(outs, 1), None
 
-    def _record(self, state, tails, k, values, conv_inputs, key_mask) -> Recorded:
+    def _record(self, state, tails, phi_k, values, conv_inputs, key_mask) -> Recorded:
         """What this call adds, for `crop` to undo."""
-        phi_k = self.feature_map.key(k)
         if key_mask is not None:
             hidden = ~key_mask[..., None, None]
             phi_k, values = phi_k.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
         mu, nu = (None, None) if state is None else state
         return Recorded(mu, nu, tails, phi_k, values, conv_inputs, key_mask)
 
-    def _project(self, hidden_states, position_embeddings, key_mask, tails, packing):
-        """q [B, T, Hq, D], k and v [B, T, Hk, D], ready for phi; the convolutions' inputs, old and new tails."""
+    def _rotate(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+        """RoPE where the config asks for it: [B, T, H, D]."""
+        if self.config.rope_position != "before" or position_embeddings is None:
+            return x
+        cos, sin = (each.unsqueeze(2) for each in position_embeddings)
+        return x * cos + rotate_half(x) * sin
+
+    def _project(self, hidden_states, key_mask, tails, packing):
+        """q [B, T, Hq, D], k and v [B, T, Hk, D]; the convolutions' inputs, their old and new tails."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         inputs, old = (), ()
         if self.q_conv is not None:
@@ -177,8 +190,6 @@ class LinearAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.config.rope_position == "before" and position_embeddings is not None:
-            q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
         return q, k, v, inputs, old, tails
 
 

@@ -144,6 +144,8 @@ def features(
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator[..., None]; 0, with zero gradient, where the denominator is 0."""
     empty = denominator == 0
+    if not torch.is_grad_enabled():  # nothing flows back through what is replaced
+        return (numerator / denominator.unsqueeze(-1)).masked_fill_(empty.unsqueeze(-1), 0)
     ratio = numerator / denominator.masked_fill(empty, 1).unsqueeze(-1)
     return ratio.masked_fill(empty.unsqueeze(-1), 0)
 

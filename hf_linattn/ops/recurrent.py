@@ -50,6 +50,7 @@ def recurrent_linear_attention(
             output_final_state=output_final_state,
             normalize=normalize,
         )
+    v_dtype = v.dtype
     phi_q, phi_k, values = features(q, k, v, feature_map, key_mask)
     check_feature_dim(initial_state, phi_k.shape[-1])
     batch, keys, heads, dim = phi_k.shape
@@ -62,9 +63,10 @@ def recurrent_linear_attention(
 
     outs = []
     for i in range(keys):
+        k, v = phi_k[:, i], values[:, i]
         state = LinearAttentionState(
-            torch.addcmul(state.mu, phi_k[:, i].unsqueeze(-1), values[:, i].unsqueeze(-2)),
-            state.nu + phi_k[:, i],
+            torch.addcmul(state.mu, k.unsqueeze(-1), v.unsqueeze(-2)),
+            state.nu + k,
         )
         if causal:
             outs.append(_read(grouped[:, i], state, normalize))
@@ -73,12 +75,14 @@ def recurrent_linear_attention(
     else:
         out = _read(grouped.permute(0, 2, 1, 3, 4).flatten(2, 3), state, normalize)
         out = out.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
-    return out.flatten(2, 3).to(v.dtype), state if output_final_state else None
+    return out.flatten(2, 3).to(v_dtype), state if output_final_state else None
 
 
 def _read(grouped: Tensor, state: LinearAttentionState, normalize: bool) -> Tensor:
     """phi(q) mu / (phi(q) nu) for queries [B, Hk, rows, F]."""
-    numerator = grouped @ state.mu
-    if not normalize:
-        return numerator
-    return divide(numerator, (grouped @ state.nu.unsqueeze(-1)).squeeze(-1))
+    # one batch dimension: a product of four-dimensional tensors takes a dozen views more
+    rows, (mu, nu) = grouped.flatten(0, 1), (sums.flatten(0, 1) for sums in state)
+    numerator = torch.bmm(rows, mu)
+    if normalize:
+        numerator = divide(numerator, torch.bmm(rows, nu.unsqueeze(-1)).squeeze(-1))
+    return numerator.unflatten(0, grouped.shape[:2])
