@@ -1,13 +1,15 @@
-"""The command line: read a text once, keep the state, ask about it as often as you like.
+"""The command line: read a text once, keep the state, ask about it as often as you like; and serve a model.
 
 hf-linattn read book.txt --model runs/demo --out book.state
 hf-linattn ask book.state "def main():"
+hf-linattn transformers serve runs/demo
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,6 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from .cache import LinearAttentionCache, state_header
 from .generation import FileStreamer
+
+# What these commands of transformers import beyond this package's own requirements: the `serve` extra.
+NEEDED = {"serve": ("accelerate", "fastapi", "openai", "pydantic", "uvicorn"), "chat": ("rich",)}
 
 
 @torch.no_grad()
@@ -65,6 +70,19 @@ def run_ask(arguments: argparse.Namespace) -> None:
     print()
 
 
+def run_transformers(argv: list[str]) -> None:
+    """transformers' own command line with `argv`, in a process that knows our models: importing this package did it.
+
+    transformers has no entry point for plugins, so its `transformers` command alone does not import us.
+    """
+    missing = [name for name in NEEDED.get(next(iter(argv), ""), ()) if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{argv[0]} needs {', '.join(missing)}: pip install 'hf-linattn[serve]'")
+    from transformers.cli.transformers import app
+
+    app(argv, prog_name="hf-linattn transformers")
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -102,13 +120,18 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--device", help="cpu, cuda, ...; by default a GPU if there is one")
     command.set_defaults(run=run_ask)
+    commands.add_parser("transformers", add_help=False, help="transformers' own commands (serve, chat, ...)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        arguments.run(arguments)
+        if argv[:1] == ["transformers"]:  # its options are not argparse's to read
+            run_transformers(argv[1:])
+        else:
+            arguments = build_parser().parse_args(argv)
+            arguments.run(arguments)
     except (ValueError, OSError) as error:
         sys.exit(f"hf-linattn: {' '.join(str(error).split())}")
 

@@ -1,11 +1,13 @@
-"""`hf-linattn read` and `ask`: a text is read once, and asking does not change the state."""
+"""`hf-linattn read` and `ask`: a text is read once, and asking does not change the state; `transformers` passes on."""
+
+from importlib.util import find_spec
 
 import pytest
 import torch
 from helpers import make_config
 
 from data import byte_tokenizer
-from hf_linattn import LinAttnForCausalLM, LinearAttentionCache
+from hf_linattn import LinAttnForCausalLM, LinearAttentionCache, cli
 from hf_linattn.cli import main
 
 
@@ -60,3 +62,33 @@ def test_bad_input_is_one_line(checkpoint, monkeypatch, change, words):
     assert words in str(error.value)
     assert "\n" not in str(error.value)
     assert not (checkpoint / "new.state").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, words", [(["--help"], ("serve", "chat")), (["serve", "--help"], ("--host", "--port"))]
+)
+def test_the_command_of_transformers(arguments, words, capsys):
+    """Options are handed on, not read by this command."""
+    with pytest.raises(SystemExit) as ended:
+        main(["transformers", *arguments])
+    assert ended.value.code in (0, None)
+    shown = capsys.readouterr().out
+    assert "hf-linattn transformers" in shown
+    assert all(word in shown for word in words)
+
+
+@pytest.mark.parametrize(
+    "arguments, absent, words",
+    [
+        (["serve", "model"], {"fastapi", "uvicorn"}, "serve needs fastapi, uvicorn: pip install 'hf-linattn[serve]'"),
+        (["chat", "model"], {"rich"}, "chat needs rich: pip install 'hf-linattn[serve]'"),
+        (["serve", ".", "--device", "cpu"], set(), "hf-linattn: "),  # a folder without a model
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments, absent, words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in absent else find_spec(name))
+    with pytest.raises(SystemExit) as error:
+        main(["transformers", *arguments])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

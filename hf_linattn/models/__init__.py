@@ -6,6 +6,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForDecision,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -46,6 +47,9 @@ def register() -> None:
     for auto_class, model_class, names in _HEADS:
         auto_class.register(LinAttnConfig, model_class, exist_ok=True)
         getattr(modeling_auto, names)[LinAttnConfig.model_type] = model_class.__name__
+    # `transformers serve` loads through this class first; a model it does not hold is looked up by its name in the
+    # transformers package, where no plugin's class is. For decisions it is the right one: they read a causal model.
+    AutoModelForDecision.register(LinAttnConfig, LinAttnForCausalLM, exist_ok=True)
 
 
 __all__ = [
