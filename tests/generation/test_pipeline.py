@@ -55,6 +55,39 @@ def test_from_disk(tokenizer, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path).padding_side == "left"
 
 
+CHATS = [
+    [{"role": "user", "content": "hi"}],
+    [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "And what is a book for?"}],
+    [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ],
+    [{"role": "user", "content": "a question that is longer than the others " * 3}],
+    [{"role": "user", "content": "the last, alone in its batch"}],
+]
+
+
+@pytest.mark.parametrize("name", ["conv", "hybrid"])
+@pytest.mark.parametrize("prompts", [[*TEXTS, "x", "y" * 90, "the last"], CHATS], ids=["texts", "chats"])
+def test_batches_of_four_from_disk(name, prompts, tokenizer, tmp_path):
+    """Mixed lengths, the last batch smaller; the batch size is given to the pipeline once, as a server would."""
+    byte_model(name, tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    batched = pipeline("text-generation", model=str(tmp_path), batch_size=4)
+    single = pipeline("text-generation", model=batched.model, tokenizer=batched.tokenizer)
+    sizes = []
+    batched.model.model.register_forward_pre_hook(
+        lambda module, inputs, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    found = [one[0]["generated_text"] for one in batched(prompts, **options)]
+    assert set(sizes) == {1, 4}
+    assert found == [single(prompt, **options)[0]["generated_text"] for prompt in prompts]
+    assert len(set(found)) > 1
+
+
 def test_several_returns(tokenizer):
     pipe = pipeline("text-generation", model=byte_model("linear", tokenizer), tokenizer=tokenizer)
     found = pipe(TEXTS[0], max_new_tokens=4, num_return_sequences=3, do_sample=True)
