@@ -1,5 +1,6 @@
 """`hf-linattn transformers serve` and `chat`: what a client of the OpenAI API gets is what `generate()` returns."""
 
+import copy
 import os
 import socket
 import subprocess
@@ -117,7 +118,8 @@ class Reference:
             )
         options = {"do_sample": False, **options}
         read = inputs["input_ids"].shape[1]
-        new = self.model.generate(**inputs, max_new_tokens=max_tokens, tokenizer=self.tokenizer, **options)[0, read:]
+        model = copy.deepcopy(self.model)  # what a request might leave in a model must not be here as well
+        new = model.generate(**inputs, max_new_tokens=max_tokens, tokenizer=self.tokenizer, **options)[0, read:]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         reason = "length" if len(new) == max_tokens else "stop"
         return SimpleNamespace(text=text, reason=reason, read=read, written=len(new))
