@@ -13,7 +13,10 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from ..cache import LinearAttentionCache
+from .batching import ContinuousBatch, Event
+from .continuous import ContinuousBatchingMixin
 from .loop import sample, why_stock_loop
+from .manager import BatchManager
 from .streamers import CallbackStreamer, FileStreamer
 
 logger = logging.get_logger(__name__)
@@ -29,7 +32,7 @@ def check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"input_ids holds {wrong}; ids must be in [0, vocab_size) = [0, {vocab_size})")
 
 
-class LinearAttentionGenerationMixin:
+class LinearAttentionGenerationMixin(ContinuousBatchingMixin):
     """Mixed into causal models, left of `GenerationMixin`, which stays a direct base."""
 
     def _prepare_cache_for_generation(
@@ -96,4 +99,13 @@ def _check_continuation(input_ids: Tensor, generation_config: GenerationConfig, 
         raise ValueError(f"attention_mask covers {covered} tokens; it must cover {allowed}")
 
 
-__all__ = ["CallbackStreamer", "FileStreamer", "LinearAttentionGenerationMixin", "check_token_ids"]
+__all__ = [
+    "BatchManager",
+    "CallbackStreamer",
+    "ContinuousBatch",
+    "ContinuousBatchingMixin",
+    "Event",
+    "FileStreamer",
+    "LinearAttentionGenerationMixin",
+    "check_token_ids",
+]
