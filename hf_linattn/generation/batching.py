@@ -249,7 +249,8 @@ class ContinuousBatch:
             return None
         for request in chosen:
             for one in (request, *request.children):
-                one.begin()
+                if not one.is_finished:
+                    one.begin()
         length = max(len(request.prompt) for request in chosen)
         padding = [length - len(request.prompt) for request in chosen]
         ids = torch.tensor([[0] * pad + request.prompt for pad, request in zip(padding, chosen)])

@@ -234,8 +234,6 @@ def _resolve(model, given: GenerationConfig | None, prompt: list[int], overrides
     unknown = config.update(**overrides)
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no option of GenerationConfig or of a request")
-    if config.max_new_tokens is not None and config.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={config.max_new_tokens}; it must be at least 1")
     default_max = config.max_length is None and model.generation_config.max_length is None
     default_min = config.min_length is None and model.generation_config.min_length is None
     config, _ = model._prepare_generation_config(config)
