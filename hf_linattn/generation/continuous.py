@@ -130,9 +130,11 @@ class ContinuousBatchingMixin:
 
 def _from_generate(model, config: GenerationConfig, inputs: list[list[int]], kwargs: dict[str, Any]):
     """What `generate(cache_implementation="paged")` passes on: a resolved config, and all that the caller gave."""
-    mask = kwargs.get("attention_mask")
+    mask, pad, eos = kwargs.get("attention_mask"), config.pad_token_id, config.eos_token_id
     if mask is not None:
         inputs = [[token for token, real in zip(ids, row) if real] for ids, row in zip(inputs, mask.tolist())]
+    elif pad is not None and pad not in ([eos] if isinstance(eos, int) else eos or []):
+        inputs = [[token for token in ids if token != pad] for ids in inputs]  # as generate() infers it
     if (config.num_return_sequences or 1) > 1:
         raise ValueError("num_return_sequences > 1 has no place in generate's paged result: use generate_batch()")
     if kwargs.get("max_length") is None and model.generation_config.max_length is None and not config.max_new_tokens:

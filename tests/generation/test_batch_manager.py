@@ -110,7 +110,10 @@ def test_a_bad_prompt_is_named_before_anything_runs():
 def test_options_for_pages_are_refused(options):
     model, (name,) = shared_model("linear"), options
     config = ContinuousBatchingConfig(**options)
-    for call in (lambda: model.init_continuous_batching(None, config), lambda: model.generate_batch([[1]], None, config)):
+    for call in (
+        lambda: model.init_continuous_batching(None, config),
+        lambda: model.generate_batch([[1]], None, config),
+    ):
         with pytest.raises(ValueError, match=f"continuous_batching_config.{name}=") as caught:
             call()
         assert "\n" not in str(caught.value)
@@ -127,6 +130,9 @@ def test_generate_with_a_paged_cache(name):
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "eos_token_id": int(free[0, 8])}
     out = model.generate(ids, cache_implementation="paged", **options)  # rows of several lengths
     assert torch.equal(out[0], model.generate(ids, **options))
+    padded = ids.masked_fill(mask == 0, model.config.pad_token_id)
+    out = model.generate(padded, cache_implementation="paged", max_new_tokens=9, do_sample=False)
+    assert torch.equal(out[0, :, 6:], free[:, 6:])
 
 
 def test_what_a_paged_cache_refuses():
