@@ -301,7 +301,7 @@ class ContinuousBatch:
         """Choose a token [rows] for each request from `logits` [rows, vocab_size], and report them."""
         if not requests:
             return None
-        tokens, logprobs = choose_tokens(requests, logits)
+        tokens, logprobs = choose_tokens(requests, logits.to(self.model.device))
         for request, token, logprob in zip(requests, tokens.tolist(), logprobs):
             try:
                 if request.error is None:

@@ -9,6 +9,7 @@ import torch
 from helpers import VOCAB, assert_same_bits, contents, make_model, random_ids, read, shared_model
 from reference import assert_close
 from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import StoppingCriteriaList
 
 from hf_linattn.generation import ContinuousBatch
 
@@ -167,6 +168,19 @@ def test_log_probabilities(name):
     assert found["req_1"].logprobs == []
 
 
+def test_half_precision_is_processed_in_float32():
+    model, ids = make_model("conv").to(torch.bfloat16), prompt(0, 6)
+    options = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 12}
+    batch = ContinuousBatch(model)
+    batch.submit(ids, seed=4, logprobs=True, **options)
+    (request,) = [event.request for _ in range(20) for event in batch.step() if event.finished]
+    torch.manual_seed(4)
+    out = model.generate(ids, **options, return_dict_in_generate=True, output_scores=True)
+    assert request.tokens == out.sequences[0, 6:].tolist()
+    scores = torch.stack(out.scores, 1)[0].log_softmax(-1)
+    assert_close(torch.tensor(request.logprobs), scores.gather(-1, out.sequences[0, 6:, None]).squeeze(-1), 1e-5)
+
+
 @models
 @pytest.mark.parametrize("when, tokens", [(0, 0), (1, 0), (3, 0), (6, 3)])
 def test_cancelling_harms_nobody(name, when, tokens):
@@ -272,6 +286,22 @@ def test_a_bad_request_is_refused_and_harms_nobody(what):
 def test_sizes_below_one(name):
     with pytest.raises(ValueError, match=f"{name}=0; it must be at least 1"):
         ContinuousBatch(shared_model("linear"), **{name: 0})
+
+
+def test_other_ways_to_end():
+    """A criterion of the user, a time limit, and a chunk size of a request's own."""
+    model, ids = shared_model("linear"), prompt(0, 9)
+    batch = ContinuousBatch(model)
+
+    def at_12(ids, scores, **kwargs):
+        return torch.full((len(ids),), ids.shape[1] >= 12)
+
+    options = {"max_new_tokens": 9}
+    batch.submit(ids, stopping_criteria=StoppingCriteriaList([at_12]), **options)
+    batch.submit(ids, max_time=0.0, **options)
+    batch.submit(ids, prefill_chunk_size=4, **options)
+    expected = alone(model, ids, **options)
+    assert run(batch) == {"req_0": expected[:3], "req_1": expected[:1], "req_2": expected}
 
 
 def test_a_request_that_fails_ends_alone():
