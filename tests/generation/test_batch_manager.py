@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import queue
 import threading
+from string import ascii_letters
 
 import pytest
 import torch
@@ -266,15 +267,37 @@ def test_warming_up():
     assert manager.warmed_up
 
 
-def test_transformers_serve():
-    """Its manager for continuous batching, streaming and not, over a tokenizer of one word an id."""
-    serving = pytest.importorskip("transformers.cli.serving.utils")
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
+@pytest.fixture
+def tokenizer():
+    """One letter an id."""
+    from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate(ascii_letters[:VOCAB])}, []))
+    letters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=letters)
+
+
+def letters(ids) -> str:
+    return "".join(ascii_letters[i] for i in ids)
+
+
+def test_stop_strings(tokenizer):
+    model = shared_model("conv")
+    free = alone(model, PROMPTS[2], max_new_tokens=9)
+    options = {"max_new_tokens": 9, "stop_strings": [letters(free[3:5])]}
+    expected = alone(model, PROMPTS[2], tokenizer=tokenizer, **options)
+    assert len(expected) < 9
+    out = model.generate_batch([PROMPTS[2]], do_sample=False, tokenizer=tokenizer, **options)
+    assert out["req_0"].generated_tokens == expected
+    with model.continuous_batching_context_manager(tokenizer=tokenizer) as manager:
+        manager.add_request(PROMPTS[2], **options)
+        assert manager.get_result(timeout=20).generated_tokens == expected
+
+
+def test_transformers_serve(tokenizer):
+    """Its manager for continuous batching, streaming and not."""
+    serving = pytest.importorskip("transformers.cli.serving.utils")
     model, config = shared_model("conv"), GenerationConfig(do_sample=False, max_new_tokens=6, use_cache=False)
     server = serving.CBGenerateManager()
 
@@ -291,8 +314,8 @@ def test_transformers_serve():
 
     text, length, ids, parts, streamer = asyncio.run(ask())
     assert (length, ids) == (12, alone(model, PROMPTS[2], max_new_tokens=6))
-    assert text.split() == [f"w{i}" for i in ids]
-    assert "".join(parts).split() == [f"w{i}" for i in alone(model, PROMPTS[3], max_new_tokens=6)]
+    assert text == letters(ids)
+    assert "".join(parts) == letters(alone(model, PROMPTS[3], max_new_tokens=6))
     assert streamer.total_tokens == 6
     assert server.is_alive()
     server.stop()

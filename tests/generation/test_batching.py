@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import lru_cache
 
 import pytest
 import torch
@@ -41,6 +42,15 @@ def alone(model, ids, seed=0, **options):
     return model.generate(ids, **{"do_sample": False, **options})[0, ids.shape[1] :].tolist()
 
 
+@lru_cache
+def expected_tokens(name: str) -> list[list[int]]:
+    """What each of `REQUESTS` gives alone, with its number as the seed."""
+    return [
+        alone(shared_model(name), prompt(index, length), seed=index, max_new_tokens=limit, **options)
+        for index, (options, length, limit) in enumerate(REQUESTS)
+    ]
+
+
 def run(batch, steps=None) -> dict:
     """Tokens of every request that ends, checked against the events on the way."""
     seen, ended = {}, {}
@@ -63,36 +73,31 @@ def run(batch, steps=None) -> dict:
 def test_tokens_are_those_of_generate(name, slots, chunk):
     """More requests than seats, prompts in chunks and several in one, ends at different times, settings of each."""
     model = shared_model(name)
-    batch, expected = ContinuousBatch(model, slots=slots, prefill_chunk=chunk), {}
+    batch = ContinuousBatch(model, slots=slots, prefill_chunk=chunk)
     for index, (options, length, limit) in enumerate(REQUESTS):
         options = {"do_sample": False, "max_new_tokens": limit, **options}
-        request_id = batch.submit(prompt(index, length)[0].tolist(), seed=index, **options)
-        expected[request_id] = alone(model, prompt(index, length), seed=index, **options)
-    assert len({len(tokens) for tokens in expected.values()}) > 5
-    assert run(batch) == expected
+        batch.submit(prompt(index, length)[0].tolist(), seed=index, **options)
+    expected = expected_tokens(name)
+    assert len({len(tokens) for tokens in expected}) > 5
+    assert run(batch) == {f"req_{index}": tokens for index, tokens in enumerate(expected)}
 
 
 @models
 def test_requests_that_come_while_others_decode(name):
-    model = shared_model(name)
-    batch, expected, got = ContinuousBatch(model, slots=3, prefill_chunk=5), {}, {}
+    batch, got = ContinuousBatch(shared_model(name), slots=3, prefill_chunk=5), {}
     for index, (options, length, limit) in enumerate(REQUESTS):
-        options = {"do_sample": False, "max_new_tokens": limit, **options}
-        expected[f"number {index}"] = alone(model, prompt(index, length), seed=index, **options)
-        batch.submit(prompt(index, length), GenerationConfig(**options), request_id=f"number {index}", seed=index)
+        config = GenerationConfig(**{"do_sample": False, "max_new_tokens": limit, **options})
+        batch.submit(prompt(index, length), config, request_id=f"number {index}", seed=index)
         got |= run(batch, steps=index % 4)
-    assert got | run(batch) == expected
+    assert got | run(batch) == {f"number {index}": tokens for index, tokens in enumerate(expected_tokens(name))}
 
 
 def test_float32():
-    model = shared_model("conv", torch.float32)
-    batch, expected = ContinuousBatch(model, slots=4, prefill_chunk=16), {}
-    for index, length in enumerate((3, 20, 7, 11, 5)):
-        options = {"do_sample": True, "max_new_tokens": 10}
-        expected[batch.submit(prompt(index, length), seed=index, **options)] = alone(
-            model, prompt(index, length), index, **options
-        )
-    assert run(batch) == expected
+    model, options = shared_model("conv", torch.float32), {"do_sample": True, "max_new_tokens": 10}
+    batch, prompts = ContinuousBatch(model, slots=4, prefill_chunk=16), [prompt(0, n) for n in (3, 20, 7, 11, 5)]
+    for index, ids in enumerate(prompts):
+        batch.submit(ids, seed=index, **options)
+    assert run(batch) == {f"req_{index}": alone(model, ids, index, **options) for index, ids in enumerate(prompts)}
 
 
 def test_a_long_prompt_does_not_hold_up_decoding():
