@@ -270,9 +270,17 @@ class BatchManager:
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], Any]) -> None:
-        """Call `callback` on the running event loop with every result of a request, instead of queueing them."""
+        """Call `callback` on the running event loop with every result of a request, instead of queueing them.
+
+        Results that came before are handed over first: a request may be added before its handler.
+        """
         with self._changed:
+            early = [output for output in self._outputs if output.request_id == request_id]
+            for output in early:
+                self._outputs.remove(output)
             self._handlers[request_id] = (callback, asyncio.get_running_loop())
+            for output in early:
+                self._hand_out(output)
 
     def _drop_handler(self, request_id: str) -> None:
         """The request was refused: forget who would have listened, unless another one has this id."""

@@ -139,6 +139,11 @@ INCREMENTAL: dict[type[LogitsProcessor], Callable[[LogitsProcessor], LogitsProce
 }
 
 
+def incremental(processor: LogitsProcessor) -> LogitsProcessor:
+    """What stands in for a stock processor that would read the whole history at every step; or the processor."""
+    return INCREMENTAL.get(type(processor), lambda same: same)(processor)
+
+
 def incremental_processors(processors: LogitsProcessorList) -> Callable[[Tensor, Tensor], Tensor] | None:
     """One function (input_ids [B, n], scores [B, V]) -> scores that applies the list; `None` for an empty one.
 
@@ -150,7 +155,7 @@ def incremental_processors(processors: LogitsProcessorList) -> Callable[[Tensor,
         return processors
     if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
         return processors  # it says which argument is missing
-    steps = [INCREMENTAL[type(one)](one) if type(one) in INCREMENTAL else one for one in processors]
+    steps = [incremental(one) for one in processors]
 
     def apply(input_ids: Tensor, scores: Tensor) -> Tensor:
         for step in steps:

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
+from .processors import incremental
+
 if TYPE_CHECKING:
     from .requests import Request
 
@@ -49,7 +51,7 @@ class Processors:
 
     def __init__(self, processors: LogitsProcessorList, config: GenerationConfig):
         split = max((i + 1 for i, one in enumerate(processors) if type(one) not in READS_NO_IDS), default=0)
-        self.by_row: list[LogitsProcessor] = list(processors[:split])
+        self.by_row: list[LogitsProcessor] = [incremental(one) for one in processors[:split]]
         self.shared: list[LogitsProcessor] = list(processors[split:])
         values = tuple(repr(getattr(config, name, None)) for name in FIELDS)
         self.key = (tuple(type(one) for one in self.shared), values) if self.shared else None

@@ -320,3 +320,29 @@ def test_transformers_serve(tokenizer):
     assert server.is_alive()
     server.stop()
     assert not server._cb.is_running()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_handler_may_come_after_its_results(manager, streaming):
+    """As servers do it: the first tokens may be there before the handler is."""
+    expected = alone(manager.model, PROMPTS[0], max_new_tokens=4)
+    name = manager.add_request(PROMPTS[0], max_new_tokens=4, do_sample=False, streaming=streaming)
+    with manager._changed:
+        assert manager._changed.wait_for(lambda: len(manager._outputs) == (4 if streaming else 1), timeout=30)
+
+    async def listen():
+        results, done = [], asyncio.Event()
+
+        def handle(output):
+            results.append(output)
+            if output.is_finished():
+                done.set()
+
+        manager.register_result_handler(name, handle)
+        await asyncio.wait_for(done.wait(), timeout=30)
+        return results
+
+    results = asyncio.run(listen())
+    assert [len(one.generated_tokens) for one in results] == ([1, 2, 3, 4] if streaming else [4])
+    assert results[-1].generated_tokens == expected
+    assert not manager._outputs

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,6 @@ import pytest
 import torch
 from helpers import fill, make_model
 from transformers import AutoTokenizer
-from transformers.cli.serving.utils import GenerationState, Modality
 
 import hf_linattn
 from data import byte_tokenizer
@@ -56,17 +56,17 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(folder):
+@contextmanager
+def started(folder, *options):
     """The command as a user starts it, on a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = folder.parent / "server.log"
-    options = ["serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    log = folder.parent / f"server{port}.log"
+    command = [*COMMAND, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            COMMAND + options, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment(HF_HUB_OFFLINE="1")
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment(HF_HUB_OFFLINE="1")
         )
     try:
         wait_until_healthy(process, f"http://127.0.0.1:{port}/health", log)
@@ -78,6 +78,19 @@ def server(folder):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def connected(url):
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, http_client=http) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with started(folder) as server:
+        yield server
 
 
 def wait_until_healthy(process, url: str, log: Path) -> None:
@@ -96,8 +109,7 @@ def wait_until_healthy(process, url: str, log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def client(server):
-    http = openai.DefaultHttpxClient(trust_env=False)
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60, http_client=http) as client:
+    with connected(server.url) as client:
         yield client
 
 
@@ -285,8 +297,19 @@ def test_chat_in_a_terminal(server, reference):
     assert "24 tokens in" in shown
 
 
-def test_continuous_batching_falls_back_to_single_requests():
-    """The question that `serve --continuous-batching` asks of a model."""
-    state = GenerationState(continuous_batching=True)
-    for name in ("linear", "hybrid"):
-        assert not state.use_continuous_batching(make_model(name), Modality.LLM)
+def test_continuous_batching(folder, reference):
+    """Requests of many clients decode together, streamed or not, and each gets its own answer."""
+    prompts = [f"{'so ' * count}it goes" for count in range(5)]
+    prompts += [[{"role": "user", "content": prompt}] for prompt in prompts]
+    with started(folder, "--continuous-batching") as server, connected(server.url) as client:
+        first = ask(client, reference, HELLO, 20)
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            futures = [
+                threads.submit(ask, client, reference, prompt, 16 + index, index % 2 == 1)
+                for index, prompt in enumerate(prompts)
+            ]
+            found = [future.result(timeout=60) for future in futures]
+        log = server.log.read_text()
+    assert first == reference.answer(HELLO, 20)
+    assert found == [reference.answer(prompt, 16 + index) for index, prompt in enumerate(prompts)]
+    assert "Falling back" not in log, log
