@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinearAttentionCache
 
@@ -64,6 +65,12 @@ def fill(model, seed=0):
             starts_constant = any(part in parameter_name for part in ("norm", "conv", "feature_map", "bias"))
             parameter.copy_(parameter + noise if starts_constant else noise)
     return model.eval()
+
+
+def make_llama(attn_implementation=None, **changes) -> LlamaForCausalLM:
+    """A Llama of the same sizes, for what any causal model of transformers does."""
+    torch.manual_seed(0)
+    return fill(LlamaForCausalLM._from_config(LlamaConfig(**{**SIZES, **changes}), attn_implementation=attn_implementation))
 
 
 @lru_cache

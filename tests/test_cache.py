@@ -143,14 +143,12 @@ def test_only_a_static_cache_is_for_compilation():
     assert filled("linear", "static")[1].is_compileable
 
 
-def test_only_a_dynamic_cache_can_be_cropped():
-    assert filled("linear")[1].is_croppable
+def test_a_static_cache_undoes_only_what_it_recorded():
     cache = filled("linear", "static")[1]
-    assert not cache.is_croppable
+    assert cache.is_croppable
     before = contents(cache)
-    for refused in (cache.activate_past_recording, lambda: cache.crop(-1)):
-        with pytest.raises(ValueError, match="a static cache cannot be rolled back"):
-            refused()
+    with pytest.raises(ValueError, match=r"crop\(-1\): only 0 tokens are recorded"):
+        cache.crop(-1)
     cache.crop(0)
     assert_same_bits(contents(cache), before)
 

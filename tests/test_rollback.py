@@ -16,6 +16,7 @@ from helpers import (
     shared_model,
     states,
 )
+from transformers import StaticCache
 
 from hf_linattn import LinearAttentionCache
 
@@ -28,8 +29,13 @@ def no_grad():
         yield
 
 
-def recording(name, ids, lengths, mask=None):
-    cache = read(shared_model(name), ids, lengths, mask)[1]
+KINDS = {"own": LinearAttentionCache, "static": lambda config: StaticCache(config=config, max_cache_len=24)}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def recording(name, ids, lengths, mask=None, kind="own"):
+    model = shared_model(name)
+    cache = read(model, ids, lengths, mask, KINDS[kind](model.config))[1]
     cache.activate_past_recording()
     return cache
 
@@ -52,13 +58,17 @@ def test_undoing_whole_calls_restores_every_bit(name):
 
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("undone", [1, 2, 5, 6, 9])
-def test_undoing_part_of_a_call_leaves_the_rest(name, undone):
+@each_kind
+def test_undoing_part_of_a_call_leaves_the_rest(name, undone, kind):
     model, ids = shared_model(name), random_ids(2, 20)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :2] = mask[1, 9] = mask[1, 14] = 0  # before, and inside, what is recorded
-    cache = recording(name, ids, [6], mask)
+    cache = recording(name, ids, [6], mask, kind)
+    addresses = [tensor.data_ptr() for tensor in states(cache)]
     read(model, ids[:, 6:], [4, 7], mask, cache)
     cache.crop(-undone)
+    if kind == "static":
+        assert [tensor.data_ptr() for tensor in states(cache)] == addresses
     _, expected = read(model, ids, [17 - undone], mask)
     assert cache.get_seq_length() == 17 - undone
     assert drift(states(cache), states(expected)) < EXACT
@@ -83,9 +93,10 @@ def test_a_long_prompt_is_not_recorded(name, monkeypatch):
     assert cache.layers[0].record_past
 
 
-def test_the_first_tokens_can_be_undone_too():
+@each_kind
+def test_the_first_tokens_can_be_undone_too(kind):
     model, ids = shared_model("conv"), random_ids(1, 6)
-    cache = LinearAttentionCache(model.config)
+    cache = KINDS[kind](model.config)
     cache.activate_past_recording()
     read(model, ids, [6], cache=cache)
     cache.crop(-6)
@@ -104,6 +115,33 @@ def test_refusals_leave_the_state_as_it_was():
     for count, words in ((-4, "only 3 tokens are recorded"), (2, "pass a negative number")):
         with pytest.raises(ValueError, match=words):
             cache.crop(count)
+    assert_same_bits(contents(cache), before)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_static_steps_after_a_rollback(name):
+    """Token by token too, where the mask of full attention layers must hide the rest of their buffers."""
+    model, ids = make_model(name), random_ids(1, 9)
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    cache.activate_past_recording()
+    read(model, torch.cat([ids[:, :4], random_ids(1, 3, seed=1)], 1), [7], cache=cache)
+    cache.crop(-3)
+    logits = read(model, ids[:, 4:], [1, 1, 3], cache=cache)[0]
+    assert drift([logits], [model(ids).logits[:, 4:]]) < 1e-5
+
+
+def test_room_for_a_long_draft_can_be_asked_for():
+    model, ids = shared_model("linear"), random_ids(1, 14)
+    cache = read(model, ids, [3])[1]
+    for layer in cache.layers:
+        layer.max_rollback = 4
+        layer.make_room(2)
+        assert layer.max_rollback == 4
+        layer.make_room(9)
+    before = contents(cache)
+    cache.activate_past_recording()
+    read(model, ids[:, 3:], [9], cache=cache)
+    cache.crop(-9)
     assert_same_bits(contents(cache), before)
 
 

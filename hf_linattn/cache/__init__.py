@@ -79,6 +79,14 @@ def linear_layers(cache: Cache | None) -> list[KernelLinearAttentionLayer]:
     return [layer for layer in cache.layers if isinstance(layer, KernelLinearAttentionLayer)] if cache else []
 
 
+def active_layer_types(config: PreTrainedConfig) -> list[str]:
+    """The types of the layers that run: all, or the first few while `assistant_early_exit` drafts with them.
+
+    transformers asks for fewer layers by lowering `config.num_hidden_layers` for the time of a draft.
+    """
+    return config.layer_types[: config.num_hidden_layers]
+
+
 def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cache:
     """Check that `cache` fits a model of `config` and an input of `batch_size` rows, before any layer is written.
 
@@ -91,7 +99,7 @@ def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cach
     if not cache.layers and isinstance(cache, DynamicCache):
         cache.layers = LinearAttentionCache(config).layers
         cache.layer_class_to_replicate = None
-    layer_types = config.layer_types
+    layer_types = active_layer_types(config)
     if len(cache.layers) != len(layer_types):
         raise ValueError(
             f"the cache has {len(cache.layers)} layers, the model {len(layer_types)}: it comes from another model"
@@ -126,6 +134,7 @@ __all__ = [
     "LinearAttentionCache",
     "Recorded",
     "StaticKernelLinearAttentionLayer",
+    "active_layer_types",
     "adopt_cache",
     "linear_layers",
     "next_tail",

@@ -104,12 +104,10 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         if record is None or not self.record_past:
             self._recorded = []
         else:
-            self._recorded.append(record)
-            while self._recorded[1:] and self.recorded_tokens - self._recorded[0].num_tokens >= self.max_rollback:
-                del self._recorded[0]
+            self._remember(record)
         self.mu, self.nu, self.conv_tails = state.mu, state.nu, conv_tails
         self.device = state.mu.device
-        self.seq_length = self.seq_length + num_tokens
+        self._count(num_tokens)
         self.is_initialized = True
 
     def restore(
@@ -180,6 +178,16 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         """From now on keep what the latest calls added (at most `max_rollback` tokens), until `crop` settles them."""
         self.record_past = True
 
+    def deactivate_past_recording(self) -> None:
+        """Settle what was recorded, and record no more."""
+        self.record_past = False
+        self._recorded = []
+
+    def make_room(self, tokens: int) -> None:
+        """While recording, be able to undo at least `tokens` tokens."""
+        if tokens > self.max_rollback:
+            self.max_rollback = tokens
+
     def crop(self, tokens_to_remove: int) -> None:
         """Undo the last `-tokens_to_remove` tokens exactly, and settle the others: they cannot be undone any more.
 
@@ -196,7 +204,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
             kept = max(0, record.num_tokens - left)
             left -= record.num_tokens - kept
             self._restore(record, kept)
-        self.seq_length -= remove
+        self._count(-remove)
         self._recorded = []
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -208,6 +216,14 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
                 f"crop({tokens_to_remove}): only {self.recorded_tokens} tokens are recorded (at most "
                 f"{self.max_rollback}, from activate_past_recording or the last crop on); a sum cannot forget others"
             )
+
+    def _remember(self, record: Recorded) -> None:
+        self._recorded.append(record)
+        while self._recorded[1:] and self.recorded_tokens - self._recorded[0].num_tokens >= self.max_rollback:
+            del self._recorded[0]
+
+    def _count(self, num_tokens: int) -> None:
+        self.seq_length = self.seq_length + num_tokens
 
     def _restore(self, record: Recorded, kept: int) -> None:
         state, self.conv_tails = record.after(kept)
@@ -235,11 +251,11 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
     The state is copied into buffers that stay; `cumulative_length` counts tokens in a tensor so that a compiled
     step does not depend on a Python number. `max_cache_len` is only reported (masks of other layers follow it):
     memory does not depend on it. While a graph for backward is recorded the buffers are replaced instead.
+    What is recorded for a rollback is kept in a Python list, so `generate()` does not compile while it records.
     """
 
     _layer_type = None  # registered below: the base class would take the dynamic mapping
-    is_compileable = True
-    is_croppable = False
+    is_compileable = True  # also while recording: transformers leaves out the mask of other static layers otherwise
 
     def __init__(self, max_cache_len: int, **kwargs: Any):
         super().__init__(**kwargs)
@@ -250,18 +266,6 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
     def has_padding(self) -> bool:
         return not torch.compiler.is_compiling() and self.padding is not None and bool(self.padding.any())
 
-    def activate_past_recording(self) -> None:
-        raise ValueError(
-            "a static cache cannot be rolled back; drop cache_implementation='static' for assisted decoding"
-        )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.check_crop(tokens_to_remove)
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise ValueError(f"crop({tokens_to_remove}): a static cache cannot be rolled back")
-
     def store(
         self,
         state: LinearAttentionState,
@@ -269,6 +273,11 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         num_tokens: int,
         record: Recorded | None = None,
     ) -> None:
+        if record is not None and self.record_past:
+            # the state before the call stands in the buffers, which are about to be written
+            self._remember(record.with_start(lambda tensor: tensor.clone()))
+        elif self._recorded:
+            self._recorded = []
         new = (state.mu, state.nu, *conv_tails)
         if not self.is_initialized:
             self.device = state.mu.device
@@ -280,12 +289,9 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
             if not torch.compiler.is_compiling():
                 for tensor in (*self._tensors(), self.padding, self.cumulative_length):
                     torch._dynamo.mark_static_address(tensor)
-        elif any(tensor.requires_grad for tensor in (*new, *self._tensors())):
-            self._set(new)  # what was there may be saved for a backward pass, even if this call records none
         else:
-            for buffer, tensor in zip(self._tensors(), new):
-                buffer.copy_(tensor)
-        self.cumulative_length.add_(num_tokens)
+            self._write(new)
+        self._count(num_tokens)
 
     def add_padding(self, count: Tensor) -> None:
         self.padding.add_(count)
@@ -306,6 +312,25 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         if self.padding is not None:
             self.padding.zero_()
         self.cumulative_length.zero_()
+        self._recorded = []
+
+    def _count(self, num_tokens: int) -> None:
+        self.cumulative_length.add_(num_tokens)
+
+    def _restore(self, record: Recorded, kept: int) -> None:
+        state, tails = record.after(kept)
+        if state is None:  # before the first token: the empty state, at the same addresses
+            state = (torch.zeros_like(self.mu), torch.zeros_like(self.nu))
+        self._write((*state, *tails))
+        if record.key_mask is not None:
+            self.padding.sub_(record.key_mask[:, kept:].logical_not().sum(-1))
+
+    def _write(self, new: tuple[Tensor, ...]) -> None:
+        if any(tensor.requires_grad for tensor in (*new, *self._tensors())):
+            self._set(new)  # what was there may be saved for a backward pass, even if this call records none
+            return
+        for buffer, tensor in zip(self._tensors(), new):
+            buffer.copy_(tensor)
 
     def _apply(self, function) -> None:
         """Rows may be reordered where they are; another number of rows needs other buffers."""

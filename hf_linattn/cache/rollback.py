@@ -40,6 +40,11 @@ class Recorded(NamedTuple):
         )
         return LinearAttentionState(mu, nu), tails
 
+    def with_start(self, function: Callable[[Tensor], Tensor]) -> Recorded:
+        """The same record with `function` applied to what the call started from."""
+        mu, nu = (None if tensor is None else function(tensor) for tensor in (self.mu, self.nu))
+        return self._replace(mu=mu, nu=nu, tails_before=tuple(map(function, self.tails_before)))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Recorded:
         """The same record with `function` applied to every tensor (all have the batch first)."""
 

@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from ..cache import LinearAttentionCache
+from .assisted import AssistedDecodingMixin
 from .batching import ContinuousBatch, Event
 from .continuous import ContinuousBatchingMixin
 from .loop import sample, why_stock_loop
@@ -32,7 +33,7 @@ def check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"input_ids holds {wrong}; ids must be in [0, vocab_size) = [0, {vocab_size})")
 
 
-class LinearAttentionGenerationMixin(ContinuousBatchingMixin):
+class LinearAttentionGenerationMixin(AssistedDecodingMixin, ContinuousBatchingMixin):
     """Mixed into causal models, left of `GenerationMixin`, which stays a direct base."""
 
     def _prepare_cache_for_generation(

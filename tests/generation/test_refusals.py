@@ -15,14 +15,6 @@ def refuses(call, match, error=ValueError):
     assert "\n" not in str(caught.value)
 
 
-def test_assisted_decoding_with_a_static_cache():
-    model = make_model("linear")
-    words = "a static cache cannot be rolled back; drop cache_implementation"
-    refuses(
-        lambda: model.generate(IDS, prompt_lookup_num_tokens=2, cache_implementation="static", max_new_tokens=3), words
-    )
-
-
 def test_ids_outside_the_vocabulary():
     model = make_model("linear")
     cache = LinearAttentionCache(model.config)

@@ -33,7 +33,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ...cache import LINEAR_LAYER_TYPE, LinearAttentionCache, adopt_cache, linear_layers
+from ...cache import LINEAR_LAYER_TYPE, LinearAttentionCache, active_layer_types, adopt_cache, linear_layers
 from ...generation import LinearAttentionGenerationMixin, check_token_ids
 from ...layers import LinearAttention, ShortConvolution
 from ...ops import FeatureMap
@@ -176,9 +176,10 @@ class LinAttnModel(LinAttnPreTrainedModel):
         past = cache.get_seq_length() if cache is not None else 0
         layers = linear_layers(cache)
         padding = layers[0].padding if layers else None
-        is_hybrid = "full_attention" in self.config.layer_types
+        layer_types = active_layer_types(self.config)
+        is_hybrid = "full_attention" in layer_types
 
-        prepared = split_masks(attention_mask, self.config.layer_types)
+        prepared = split_masks(attention_mask, layer_types)
         if prepared is not None:
             key_mask, full_mask = prepared
         else:
@@ -213,7 +214,7 @@ class LinAttnModel(LinAttnPreTrainedModel):
         if key_mask is not None:  # whatever stands under the mask, NaN included, must not reach a gradient
             hidden_states = hidden_states.masked_fill(~key_mask.unsqueeze(-1), 0)
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        for layer, layer_type in zip(self.layers, self.config.layer_types):
+        for layer, layer_type in zip(self.layers, layer_types):
             hidden_states = layer(
                 hidden_states,
                 attention_mask=masks[layer_type],
