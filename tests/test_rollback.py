@@ -77,6 +77,24 @@ def test_undoing_part_of_a_call_leaves_the_rest(name, undone, kind):
     assert drift([again], [read(model, ids, [17 - undone, 3], mask)[0][:, 17 - undone :]]) < EXACT
 
 
+@pytest.mark.parametrize("name", FEW)
+@each_kind
+def test_a_layer_that_does_not_settle_can_go_back_further(name, kind):
+    model, ids = shared_model(name), random_ids(1, 20)
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, 8] = 0
+    cache = recording(name, ids, [4], mask, kind)
+    for layer in cache.layers:
+        layer.settles = False
+    read(model, ids[:, 4:], [3, 6], mask, cache)
+    for undone, left in ((2, 11), (3, 8), (0, 8), (3, 5)):
+        cache.crop(-undone)
+        assert cache.get_seq_length() == left
+        assert drift(states(cache), states(read(model, ids, [left], mask)[1])) < EXACT
+    cache.layers[0].deactivate_past_recording()
+    assert cache.layers[0].settles
+
+
 @pytest.mark.parametrize("name", ["linear", "conv"])
 def test_a_long_prompt_is_not_recorded(name, monkeypatch):
     model, ids = shared_model(name), random_ids(1, 40)

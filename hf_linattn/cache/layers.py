@@ -28,6 +28,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         padding: how many of them were padding [B], int64; `None` while there was none.
         record_past: whether calls are recorded so that `crop` can undo them; see `activate_past_recording`.
         max_rollback: tokens that can be undone; what is older is not recorded, whatever the length of a prompt.
+        settles: whether `crop` settles what it leaves; otherwise the latest `max_rollback` tokens can still be undone.
 
     `keys` and `values` stay `None`. States are replaced, never written in place, so that a backward pass through an
     earlier call stays valid and a saved state is never modified.
@@ -39,6 +40,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
     max_rollback = 256
+    settles = True
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -180,7 +182,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     def deactivate_past_recording(self) -> None:
         """Settle what was recorded, and record no more."""
-        self.record_past = False
+        self.record_past, self.settles = False, True
         self._recorded = []
 
     def make_room(self, tokens: int) -> None:
@@ -204,8 +206,11 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
             kept = max(0, record.num_tokens - left)
             left -= record.num_tokens - kept
             self._restore(record, kept)
+            if kept and not self.settles:
+                self._recorded.append(record.first(kept))
         self._count(-remove)
-        self._recorded = []
+        if self.settles:
+            self._recorded = []
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what `crop` would raise, and change nothing."""

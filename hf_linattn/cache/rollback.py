@@ -40,6 +40,13 @@ class Recorded(NamedTuple):
         )
         return LinearAttentionState(mu, nu), tails
 
+    def first(self, kept: int) -> Recorded:
+        """The record of the first `kept` tokens of the call."""
+        mask = None if self.key_mask is None else self.key_mask[:, :kept]
+        inputs = tuple(each[:, :kept] for each in self.conv_inputs)
+        start = (self.mu, self.nu, self.tails_before)
+        return Recorded(*start, self.phi_k[:, :kept], self.values[:, :kept], inputs, mask)
+
     def with_start(self, function: Callable[[Tensor], Tensor]) -> Recorded:
         """The same record with `function` applied to what the call started from."""
         mu, nu = (None if tensor is None else function(tensor) for tensor in (self.mu, self.nu))

@@ -16,7 +16,8 @@ from transformers.generation import GenerationMode
 
 from ..cache import adopt_cache, linear_layers
 
-REENCODED = 64  # tokens of its own that a draft model of another tokenizer may replace at once, beside its draft
+# Beside its draft, a model of another tokenizer takes back tokens that were accepted, where text is divided anew.
+REENCODED = 64
 
 
 class AssistedDecodingMixin:
@@ -114,9 +115,10 @@ class AssistedDecodingMixin:
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        if generation_config.is_assistant:  # the target may reject all of the draft about to be made
+        if generation_config.is_assistant:  # the target may reject all of the draft about to be made, and more
             for layer in linear_layers(model_kwargs.get("cache")):
                 layer.make_room((generation_config.max_new_tokens or 0) + REENCODED)
+                layer.settles = False
 
 
 class _Assisted:
