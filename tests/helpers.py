@@ -5,11 +5,13 @@ two float32 numbers may round either way, which is 1e-7. The float32 promises (l
 are checked beside them.
 """
 
+import string
 from functools import lru_cache
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinearAttentionCache
 
@@ -70,13 +72,41 @@ def fill(model, seed=0):
 def make_llama(attn_implementation=None, **changes) -> LlamaForCausalLM:
     """A Llama of the same sizes, for what any causal model of transformers does."""
     torch.manual_seed(0)
-    return fill(LlamaForCausalLM._from_config(LlamaConfig(**{**SIZES, **changes}), attn_implementation=attn_implementation))
+    return fill(
+        LlamaForCausalLM._from_config(LlamaConfig(**{**SIZES, **changes}), attn_implementation=attn_implementation)
+    )
 
 
 @lru_cache
 def shared_model(name: str = "linear", dtype=torch.float64, attn_implementation=None):
     """`make_model` once per config and dtype, for tests that leave the model as it is."""
     return make_model(name, attn_implementation=attn_implementation).to(dtype)
+
+
+class OrderedTokenizer(PreTrainedTokenizerFast):
+    """A vocabulary in the order of its ids: transformers assigns the logits of a draft to tokens by this order, and
+    that of the fast tokenizers changes from process to process."""
+
+    def get_vocab(self):
+        return dict(sorted(super().get_vocab().items(), key=lambda item: item[1]))
+
+
+LETTERS = [*string.ascii_lowercase, " ", "-"]  # with <pad>, VOCAB pieces
+
+
+def tokenizer_of(pieces=LETTERS, merges=(), **options) -> OrderedTokenizer:
+    """Token 0 pads, the others are `pieces` in this order, joined where a merge allows it."""
+    vocab = {piece: index for index, piece in enumerate(["<pad>", *pieces])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    backend.decoder = decoders.Fuse()
+    options = {"pad_token": "<pad>", "padding_side": "left", "clean_up_tokenization_spaces": False, **options}
+    return OrderedTokenizer(tokenizer_object=backend, **options)
+
+
+def merging_tokenizer() -> OrderedTokenizer:
+    """The same letters in another order, and some pairs of them."""
+    merges = [("a", "b"), ("e", "n"), ("q", "u"), ("t", "h")]
+    return tokenizer_of([*reversed(LETTERS), *map("".join, merges)], merges)
 
 
 def random_ids(rows: int, length: int, seed: int = 0, low: int = 1) -> Tensor:

@@ -122,7 +122,8 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     def add_padding(self, count: Tensor) -> None:
         """Of the tokens just stored, `count` [B] were padding."""
-        self.padding = count if self.padding is None else self.padding.to(count.device) + count
+        # a tensor of its own: that layers share one after the prompt, but not later, would compile a second graph
+        self.padding = count.clone() if self.padding is None else self.padding.to(count.device) + count
 
     def get_seq_length(self) -> int:
         """Tokens seen so far, padding included (as with a key/value cache)."""

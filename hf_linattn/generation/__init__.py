@@ -44,6 +44,11 @@ class LinearAttentionGenerationMixin(AssistedDecodingMixin, ContinuousBatchingMi
         batch_size: int,
         max_cache_length: int,
     ) -> None:
+        if generation_config.cache_implementation == "quantized" and model_kwargs.get("cache") is None:
+            raise ValueError(
+                "cache_implementation='quantized' is for keys and values; a state has a constant size and stays "
+                "float32: drop cache_implementation"
+            )
         if (
             model_kwargs.get("cache") is None
             and generation_config.use_cache is not False

@@ -59,7 +59,9 @@ class AssistedDecodingMixin:
         layers = self.config.num_hidden_layers
         cache._assisted = _Assisted(past if _is_whole(input_ids, generation_config, kwargs) else 0, input_ids.shape[1])
         try:
-            return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+            return super()._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+            )
         finally:
             del cache._assisted
             self.config.num_hidden_layers = layers  # an error inside an early exit would leave it lowered
@@ -112,6 +114,8 @@ class AssistedDecodingMixin:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:  # lookup drafts past the end of the text
+            max_cache_length += generation_config.prompt_lookup_num_tokens or 0
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -143,9 +147,7 @@ def _check_start(input_ids: Tensor, generation_config: GenerationConfig, model_k
     """What cannot go on from a cache that has read `past` tokens says so."""
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("assisted decoding cannot go on from a filled cache with inputs_embeds: pass input_ids")
-    wanted = [
-        name for name in ("output_attentions", "output_hidden_states") if getattr(generation_config, name, False)
-    ]
+    wanted = [name for name in ("output_attentions", "output_hidden_states") if getattr(generation_config, name, False)]
     if wanted and generation_config.return_dict_in_generate:
         raise ValueError(f"{wanted[0]} needs the whole prompt in one call: pass an empty cache, or decode unassisted")
     if _is_whole(input_ids, generation_config, model_kwargs):

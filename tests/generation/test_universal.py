@@ -1,35 +1,11 @@
 """Universal assisted decoding: the draft model has another tokenizer; the tokens stay those of greedy decoding."""
 
-import string
-
 import pytest
 import torch
-from helpers import make_llama, make_model, random_ids
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from helpers import LETTERS, make_llama, make_model, merging_tokenizer, random_ids, tokenizer_of
 
 NEW = 16
 NAMES = pytest.mark.parametrize("name", ["linear", "conv", "hybrid"])
-
-
-class Ordered(PreTrainedTokenizerFast):
-    """A vocabulary in the order of its ids: transformers assigns the draft's logits to tokens by this order, and that
-    of the fast tokenizers changes from process to process."""
-
-    def get_vocab(self):
-        return dict(sorted(super().get_vocab().items(), key=lambda item: item[1]))
-
-
-def tokenizer_of(pieces, merges=()):
-    """Token 0 pads, the others are `pieces` in this order, joined where a merge allows it."""
-    vocab = {piece: index for index, piece in enumerate(["<pad>", *pieces])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    backend.decoder = decoders.Fuse()
-    return Ordered(tokenizer_object=backend, pad_token="<pad>", clean_up_tokenization_spaces=False)
-
-
-LETTERS = [*string.ascii_lowercase, " ", "-"]
-MERGES = [("a", "b"), ("e", "n"), ("q", "u"), ("t", "h")]
 
 
 def pair(name, target, draft):
@@ -38,7 +14,7 @@ def pair(name, target, draft):
     Sampling prunes the head of the draft model in place, and transformers remembers by tokenizer that it has done so.
     """
     make = {"ours": lambda **sizes: make_model(name, **sizes), "llama": make_llama}
-    own, other = tokenizer_of(LETTERS), tokenizer_of([*reversed(LETTERS), *map("".join, MERGES)], MERGES)
+    own, other = tokenizer_of(LETTERS), merging_tokenizer()
     assistant = make[draft](vocab_size=len(other))
     return make[target](), {"assistant_model": assistant, "tokenizer": own, "assistant_tokenizer": other}
 
