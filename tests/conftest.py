@@ -15,3 +15,7 @@ def pytest_configure():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-modes", metavar="JSON", help="where tests/generation/test_mode_table.py writes its table")

@@ -11,9 +11,9 @@ from typing import Any
 from .record import read_json
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; all columns but the first are numbers and stand to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+def table(header: list[str], rows: list[list[str]], align: str = "---:") -> str:
+    """A Markdown table; all columns but the first are numbers and stand to the right, or as `align` says."""
+    lines = [header, ["---", *[align] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
@@ -104,9 +104,22 @@ def signed_bytes_text(size: float) -> str:
     return f"-{bytes_text(-size)}" if size < 0 else bytes_text(size)
 
 
+def modes_table(result: dict[str, Any]) -> str:
+    """A line of the modes that are exact everywhere, and a table of the others; those of the same cells share a row."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in result["rows"]:
+        cells = tuple(row[column] for column in ("linear", "linear_padded", "hybrid", "hybrid_padded"))
+        groups.setdefault(cells, []).append(row["mode"])
+    everywhere = groups.pop(("exact",) * 4, [])
+    header = ["mode", "linear", "linear, padded", "hybrid", "hybrid, padded"]
+    rest = table(header, [[", ".join(modes), *cells] for cells, modes in groups.items()], align="---")
+    return f"Exact in all four columns: {', '.join(everywhere)}.\n\n{rest}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "compare": compare_table,
     "generation": generation_table,
+    "modes": modes_table,
     "ops": ops_table,
     "train": train_table,
 }

@@ -30,6 +30,19 @@ def test_ops_table(results):
     assert render(results["ops"]).splitlines()[-1] == "| 16,384 | 1.50 | 123 | 82x | 1.50 | 123 | 82x |"
 
 
+def test_modes_of_the_same_cells_share_a_row():
+    same = {"linear": "exact", "linear_padded": "exact", "hybrid": "exact", "hybrid_padded": "exact", "llama": "works"}
+    rows = [{"mode": "greedy", **same}, {"mode": "x", **same, "hybrid": "refused: why"}, {"mode": "beams", **same}]
+    rows.append({"mode": "y", **same, "hybrid": "refused: why"})
+    assert render({"kind": "modes", "rows": rows}).splitlines() == [
+        "Exact in all four columns: greedy, beams.",
+        "",
+        "| mode | linear | linear, padded | hybrid | hybrid, padded |",
+        "| --- | --- | --- | --- | --- |",
+        "| x, y | exact | exact | refused: why | exact |",
+    ]
+
+
 def test_a_file_of_several_results_gives_all_their_tables(results, tmp_path):
     (tmp_path / "results.json").write_text(json.dumps(results))
     main([str(tmp_path / "results.json"), "--out", str(tmp_path / "table.md")])
@@ -62,7 +75,7 @@ def test_generation_table_says_what_was_promised():
 
 
 def test_unknown_kinds_are_named():
-    with pytest.raises(ValueError, match="no table for kind 'novel'; known: compare, generation, ops, train"):
+    with pytest.raises(ValueError, match="no table for kind 'novel'; known: compare, generation, modes, ops, train"):
         render({"kind": "novel"})
 
 
