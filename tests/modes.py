@@ -159,15 +159,15 @@ def custom(function, **options) -> dict:
 MOVED = "moved to a hub repository"
 CUSTOM = [
     Mode("`custom_generate` with a callable", custom(decoders.greedy_loop, repetition_penalty=1.7)),
-    Mode("contrastive search*", custom(decoders.contrastive_search)),
+    Mode("contrastive search†", custom(decoders.contrastive_search)),
     Mode(
-        "contrastive search*, one candidate at a time",
+        "contrastive search†, one candidate at a time",
         custom(decoders.contrastive_search, one_by_one=True),
         custom(decoders.contrastive_search),
     ),
-    Mode("DoLa*", custom(decoders.dola)),
-    Mode("diverse group beams*", custom(decoders.group_beams, num_beams=4)),
-    Mode("constrained beams*", custom(decoders.constrained_beams, num_beams=6)),
+    Mode("DoLa†", custom(decoders.dola)),
+    Mode("diverse group beams†", custom(decoders.group_beams, num_beams=4)),
+    Mode("constrained beams†", custom(decoders.constrained_beams, num_beams=6)),
     Mode("`penalty_alpha`", {"penalty_alpha": 0.6, "top_k": 4}, because=MOVED),
     Mode("`dola_layers`", {"dola_layers": "low"}, because=MOVED),
     Mode("`num_beam_groups`", {"num_beams": 4, "num_beam_groups": 2}, because=MOVED),

@@ -112,8 +112,8 @@ def modes_table(result: dict[str, Any]) -> str:
         groups.setdefault(cells, []).append(row["mode"])
     everywhere = groups.pop(("exact",) * 4, [])
     header = ["mode", "linear", "linear, padded", "hybrid", "hybrid, padded"]
-    rest = table(header, [[", ".join(modes), *cells] for cells, modes in groups.items()], align="---")
-    return f"Exact in all four columns: {', '.join(everywhere)}.\n\n{rest}"
+    rest = table(header, [["; ".join(modes), *cells] for cells, modes in groups.items()], align="---")
+    return f"Exact in all four columns: {'; '.join(everywhere)}.\n\n{rest}"
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

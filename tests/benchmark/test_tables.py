@@ -35,11 +35,11 @@ def test_modes_of_the_same_cells_share_a_row():
     rows = [{"mode": "greedy", **same}, {"mode": "x", **same, "hybrid": "refused: why"}, {"mode": "beams", **same}]
     rows.append({"mode": "y", **same, "hybrid": "refused: why"})
     assert render({"kind": "modes", "rows": rows}).splitlines() == [
-        "Exact in all four columns: greedy, beams.",
+        "Exact in all four columns: greedy; beams.",
         "",
         "| mode | linear | linear, padded | hybrid | hybrid, padded |",
         "| --- | --- | --- | --- | --- |",
-        "| x, y | exact | exact | refused: why | exact |",
+        "| x; y | exact | exact | refused: why | exact |",
     ]
 
 
