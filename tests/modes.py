@@ -215,8 +215,17 @@ def compiled() -> dict:
     return {"cache_implementation": "static", "compile_config": config}
 
 
+def paged(model, ids, mask) -> Result:
+    """Continuous batching, under the name by which transformers knows it; it stacks its rows once more."""
+    options = {"cache_implementation": "paged", "max_new_tokens": NEW, "do_sample": False}
+    return model.generate(ids, attention_mask=mask, **options)[0], None
+
+
+def without_cache(model, ids, mask) -> Result:
+    return generate(model, ids, mask, tokens_only=True, **OFF)
+
+
 GPU, NO_KEYS = "needs a GPU", "quantises keys and values; a state has none"
-PAGED = "keeps pages of keys; a state has none"
 CACHES = [
     Mode('`cache_implementation="dynamic"`', {"cache_implementation": "dynamic"}, {}),
     Mode('`cache_implementation="static"`', {"cache_implementation": "static"}, {}),
@@ -231,7 +240,7 @@ CACHES = [
         {},
         because=NO_KEYS,
     ),
-    Mode('`cache_implementation="paged"`', {"cache_implementation": "paged"}, {}, because=PAGED, llama="works"),
+    Mode('`cache_implementation="paged"`, `generate_batch`', run=paged, expected=without_cache, llama="works"),
     Mode("`prefill_chunk_size`", {"prefill_chunk_size": 3}, {}),
     Mode("`use_cache=False`", {"use_cache": False}, {}),
 ]
@@ -257,10 +266,6 @@ def streamed(model, ids, mask) -> Result:
     streamer = Collector()
     generate(model, ids, mask, streamer=streamer)
     return torch.cat(streamer.parts, 1), None
-
-
-def without_cache(model, ids, mask) -> Result:
-    return generate(model, ids, mask, tokens_only=True, **OFF)
 
 
 def continued(only_new=False, repeats=1, **options) -> Run:

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache import LINEAR_LAYER_TYPE
+from .assisted import AssistedDecodingMixin
 from .processors import incremental_processors
 from .stopping import Stopping
 
@@ -106,7 +107,8 @@ def why_stock_loop(model: GenerationMixin, model_kwargs: dict[str, Any]) -> str 
     if model.config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     for hook in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if getattr(getattr(model, hook), "__func__", None) is not getattr(GenerationMixin, hook):
+        known = [vars(cls).get(hook) for cls in (GenerationMixin, AssistedDecodingMixin)]
+        if getattr(getattr(model, hook), "__func__", hook) not in known:
             return f"{hook} is overridden and may need the whole history"
     for name in ("token_type_ids", "mm_token_type_ids"):
         if model_kwargs.get(name) is not None:
