@@ -1,6 +1,7 @@
 """Linear attention for Hugging Face transformers: importing this package registers its models."""
 
 from .cache import LinearAttentionCache
+from .generation import CallbackStreamer, ContinuousBatch, FileStreamer
 from .models import (
     LinAttnConfig,
     LinAttnForCausalLM,
@@ -26,7 +27,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FEATURE_MAPS",
+    "CallbackStreamer",
+    "ContinuousBatch",
     "FeatureMap",
+    "FileStreamer",
     "LinAttnConfig",
     "LinAttnForCausalLM",
     "LinAttnForQuestionAnswering",

@@ -74,8 +74,26 @@ def test_generation_table_says_what_was_promised():
     ]
 
 
+def test_batching_table():
+    result = {
+        "kind": "batching",
+        "sizes": {"requests": 64, "slots": 16},
+        "tokens_per_second": {"one_by_one": 200.4, "static": 900.0, "continuous": 1234.0},
+        "continuous_over": {"one_by_one": 6.125, "static": 1.5},
+    }
+    assert render(result).splitlines() == [
+        "| 64 requests | tokens/s | continuous is faster by |",
+        "| --- | ---: | ---: |",
+        "| one by one | 200 | 6.12x |",
+        "| static batches of 16 | 900 | 1.50x |",
+        "| continuous batch, 16 rows | 1,234 |  |",
+    ]
+
+
 def test_unknown_kinds_are_named():
-    with pytest.raises(ValueError, match="no table for kind 'novel'; known: compare, generation, modes, ops, train"):
+    with pytest.raises(
+        ValueError, match="no table for kind 'novel'; known: batching, compare, generation, modes, ops, train"
+    ):
         render({"kind": "novel"})
 
 
