@@ -398,3 +398,17 @@ def test_callback_without_scores_is_refused():
             do_sample=False,
             streamer=CallbackStreamer(print),
         )
+
+
+def test_scores_outlive_the_logits_they_came_from():
+    """A captured graph writes the logits of every step to the same memory."""
+    model, kept = make_model(), []
+    expected, _ = generate(model)
+    memory = torch.empty(len(IDS), 1, VOCAB)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: memory.copy_(output))
+    actual, _ = generate(model)
+    for key in ("scores", "logits"):
+        assert all(torch.equal(a, e) for a, e in zip(actual[key], expected[key])), key
+    streamer = CallbackStreamer(lambda tokens, scores: kept.append(scores))
+    model.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, do_sample=False, streamer=streamer)
+    assert all(torch.equal(a, e) for a, e in zip(kept, expected.scores))
