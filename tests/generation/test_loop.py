@@ -14,8 +14,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -23,7 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_linattn import LinAttnForCausalLM, LinearAttentionCache
 from hf_linattn.generation import CallbackStreamer
-from hf_linattn.generation.processors import IncrementalNoRepeatNGram, IncrementalRepetitionPenalty
 
 IDS = random_ids(3, 9, seed=3)
 MASK = torch.ones(3, 9, dtype=torch.long)
@@ -314,24 +311,6 @@ def work_of_steps(count, mask, **options):
         options = {"max_new_tokens": count, "do_sample": False, "streamer": Marks(), **options}
         make_model().generate(IDS, attention_mask=mask, **options)
     return [b - a for a, b in zip(marks[2:], marks[3:])]
-
-
-@pytest.mark.parametrize("ignored", [None, 4, 12, torch.tensor([0, 4, 11])], ids=["all", "4", "12", "rows"])
-def test_incremental_repetition_penalty(ignored):
-    stock = RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=ignored)
-    ours = IncrementalRepetitionPenalty(RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=ignored))
-    ids, scores = random_ids(3, 16, seed=5), torch.randn(16, 3, VOCAB - 4)  # some ids lie beyond the scores
-    for length in (7, 8, 9, 12, 16, 10, 11):  # and going back starts over
-        assert torch.equal(ours(ids[:, :length], scores[length - 1]), stock(ids[:, :length], scores[length - 1]))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_incremental_no_repeat_ngram(size):
-    stock = NoRepeatNGramLogitsProcessor(size)
-    ours = IncrementalNoRepeatNGram(stock)
-    ids, scores = random_ids(3, 40, seed=6) % 5, torch.randn(40, 3, 4)
-    for length in (1, 2, 7, 8, 9, 30, 40, 12):
-        assert torch.equal(ours(ids[:, :length], scores[length - 1]), stock(ids[:, :length], scores[length - 1]))
 
 
 def test_stock_criteria_of_a_user_take_part():
