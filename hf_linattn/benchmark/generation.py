@@ -238,10 +238,16 @@ def long_run(model: PreTrainedModel, near: int, far: int, seed: int) -> dict[str
     }
 
 
+def prompt_lookups(model: PreTrainedModel, texts: dict[str, Tensor], rounds: int, tokens: int) -> dict[str, Any]:
+    """`prompt_lookup` after each of several prompts that repeat themselves, and the median of their ratios."""
+    texts = {name: prompt_lookup(model, ids.to(model.device), rounds, tokens) for name, ids in texts.items()}
+    return {"ratio": statistics.median(each["ratio"] for each in texts.values()), "texts": texts}
+
+
 def prompt_lookup(model: PreTrainedModel, ids: Tensor, rounds: int, tokens: int) -> dict[str, Any]:
-    """Seconds of plain greedy decoding over those with prompt lookup, after a prompt that repeats itself."""
+    """Seconds of plain greedy decoding over those with prompt lookup, and tokens that each call of it yields."""
     samples: dict[str, list[float]] = {"greedy": [], "lookup": []}
-    outputs = {}
+    outputs, calls = {}, []
     for turn in range(rounds + 1):
         for name, options in (("greedy", {}), ("lookup", {"prompt_lookup_num_tokens": 10})):
             start = time.perf_counter()
@@ -249,8 +255,12 @@ def prompt_lookup(model: PreTrainedModel, ids: Tensor, rounds: int, tokens: int)
             synchronize(model.device)
             if turn > 0:
                 samples[name].append(time.perf_counter() - start)
+    handle = model.register_forward_pre_hook(lambda module, inputs: calls.append(1))
+    model.generate(ids, max_new_tokens=tokens, do_sample=False, prompt_lookup_num_tokens=10)
+    handle.remove()
     return {
         "tokens": tokens,
+        "tokens_per_call": tokens / len(calls),
         "same_tokens": bool(torch.equal(outputs["greedy"], outputs["lookup"])),
         "ratio": statistics.median(a / b for a, b in zip(samples["greedy"], samples["lookup"], strict=True)),
         "samples_s": samples,
@@ -263,7 +273,7 @@ PARTS = ("positions", "loop", "memory", "prompt lookup")
 @torch.no_grad()
 def measure(
     model: PreTrainedModel,
-    repetitive: Tensor,
+    repetitive: dict[str, Tensor],
     parts: Sequence[str] = PARTS,
     near: int = 1000,
     far: int = 1_000_000,
@@ -276,7 +286,7 @@ def measure(
 
     Args:
         model: a causal linear attention model.
-        repetitive: ids [1, P] of a text that repeats itself, for prompt lookup.
+        repetitive: ids [1, P] of texts that repeat themselves, by name, for prompt lookup.
         parts: of `PARTS`.
         near, far: the two places in a sequence that are compared, in tokens.
         chunk: tokens read at once.
@@ -290,7 +300,7 @@ def measure(
         "positions": lambda: by_position(model, near, far, chunk, rounds, tokens, seed),
         "loop": lambda: loop_cost(small, near, rounds, 4 * tokens, seed),
         "memory": lambda: long_run(small, near, far, seed),
-        "prompt lookup": lambda: prompt_lookup(model, repetitive.to(model.device), rounds, 4 * tokens),
+        "prompt lookup": lambda: prompt_lookups(model, repetitive, rounds, 4 * tokens),
     }
     about = {"near": near, "far": far, "device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
     return {
@@ -301,7 +311,12 @@ def measure(
     }
 
 
-REPETITIVE = "".join(f"    self.assertEqual(value({i}), {i})\n" for i in (1, 2)) * 8
+REPETITIVE = {
+    "assertions": "".join(f"    self.assertEqual(value({i}), {i})\n" for i in (1, 2)) * 8,
+    "numbers": "0, 1, 2, 3, " * 12,
+    "statements": "    x = x + 1\n" * 20,
+    "rule": "# " + "-" * 200,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -324,7 +339,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if threads := arguments.pop("threads"):
         torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(path).to(device)
-    repetitive = AutoTokenizer.from_pretrained(path)(REPETITIVE, return_tensors="pt")["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    repetitive = {name: tokenizer(text, return_tensors="pt")["input_ids"] for name, text in REPETITIVE.items()}
     before = read_json(out) if Path(out).exists() else {}
     write_json(out, {**before, **measure(model, repetitive, **arguments)})
 

@@ -14,6 +14,7 @@ from ..cache import Recorded, prefetch_next
 from ..ops import attention_weights, linear_attention, make_feature_map
 from .short_conv import ShortConvolution
 
+FEW_TOKENS = 32  # a step, or the draft of one
 NORMALIZERS = ("denominator", "rmsnorm", "none")
 ROPE_POSITIONS = ("before", "none")
 
@@ -107,8 +108,8 @@ class LinearAttention(nn.Module):
             tails = layer.conv_tails
         q, k, v, conv_inputs, old_tails, tails = self._project(hidden_states, attention_mask, tails, packing)
         feature_map = self.feature_map
-        if length == 1 and not feature_map.is_learnable:
-            # decoding is many small operations: rotate and map queries and keys in one go
+        if length <= FEW_TOKENS and not feature_map.is_learnable:
+            # what costs here is the number of operations: rotate and map queries and keys in one go
             heads = [self.num_heads, self.num_key_value_heads]
             q, k = feature_map.key(self._rotate(torch.cat([q, k], 2), position_embeddings)).split(heads, 2)
             feature_map = None

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from ..cache import next_tail, real_first
 
+FEW_TOKENS = 32  # for so few, one product over all windows beats a sum of taps, at K times the memory
+
 
 class ShortConvolution(nn.Module):
     """y_t = sum_j w_j * x_{t - K + 1 + j}, one filter per channel, over real tokens of one document.
@@ -67,6 +69,10 @@ class ShortConvolution(nn.Module):
             if key_mask is not None:
                 new_tail = torch.where(key_mask.unsqueeze(-1), new_tail, window[:, :-1])
             return (window * self.weight.t()).sum(1, keepdim=True), new_tail
+        if length <= FEW_TOKENS and key_mask is None and segments is None:
+            padded = torch.cat([tail.to(x.dtype), x], 1)
+            windows = padded.unfold(1, self.kernel_size, 1)  # [B, T, C, K]
+            return (windows * self.weight).sum(-1), padded[:, -reach:].clone()
         new_tail = next_tail(tail, x, key_mask)
         if key_mask is not None:
             # real tokens first, in order, so that they follow the tail without a gap

@@ -50,7 +50,10 @@ def test_every_part_is_measured_and_rendered(checkpoint, tmp_path):
     assert memory["ids_bytes"] == (FEW["far"] + 1) * 8
     seen = memory["resident_bytes"]
     assert memory["growth_without_ids_bytes"] == seen[str(FEW["far"])] - seen[str(FEW["near"])] - memory["ids_bytes"]
-    assert result["prompt lookup"]["same_tokens"] is True
+    texts = result["prompt lookup"]["texts"]
+    assert set(texts) == set(generation.REPETITIVE)
+    assert all(text["same_tokens"] and text["tokens_per_call"] >= 1 for text in texts.values())
+    assert result["prompt lookup"]["ratio"] == statistics.median(text["ratio"] for text in texts.values())
     assert len(result["positions"]["prefill"]["seconds"]) == -(-(FEW["far"] - 1) // FEW["chunk"])
     table = render(result)
     assert table.count("\n") == 2 + len(cases) + 4
