@@ -41,7 +41,15 @@ def command(launcher: str = "python") -> str:
     else:
         script = Path(sys.argv[0]).resolve()
         program = [str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else script.name]
-    return f"{launcher} {shlex.join([*program, *sys.argv[1:]])}"
+    return f"{launcher} {shlex.join([*program, *map(portable, sys.argv[1:])])}"
+
+
+def portable(argument: str) -> str:
+    """An argument as it would be given elsewhere: a path outside of the working directory loses its folders."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def commit() -> str | None:

@@ -54,6 +54,8 @@ def test_command_runs_again_from_the_same_folder(tmp_path, monkeypatch):
     assert command("accelerate launch") == "accelerate launch scripts/x.py --name 'two words'"
     monkeypatch.setattr(sys, "argv", ["/elsewhere/x.py"])
     assert command() == "python x.py"
+    monkeypatch.setattr(sys, "argv", ["x.py", "--out", str(tmp_path / "here" / "a.json"), "/elsewhere/b.json"])
+    assert command() == "python x.py --out here/a.json b.json"  # no folder of this machine
 
 
 def test_command_of_a_module(monkeypatch):
