@@ -68,9 +68,10 @@ def check_inputs(
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, batch, length, keys)
     if initial_state is not None:
-        features = dim if feature_map is None else None
         rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-        _check_state(initial_state, rows, k_heads, features, v.shape[-1])
+        _check_state(initial_state, rows, k_heads, v.shape[-1])
+        if feature_map is None:
+            check_feature_dim(initial_state, dim)
 
 
 def check_key_mask(key_mask: Tensor, batch: int, keys: int) -> None:
@@ -105,8 +106,8 @@ def _check_cu_seqlens(cu_seqlens: Tensor, batch: int, length: int, keys: int) ->
         raise ValueError(f"cu_seqlens={shown} must not decrease, from 0 to T={length}")
 
 
-def _check_state(state: LinearAttentionState, rows: int, heads: int, features: int | None, values: int) -> None:
-    features = state.nu.shape[-1] if features is None else features
+def _check_state(state: LinearAttentionState, rows: int, heads: int, values: int) -> None:
+    features = state.nu.shape[-1]
     if tuple(state.mu.shape) != (rows, heads, features, values) or tuple(state.nu.shape) != (rows, heads, features):
         raise ValueError(
             f"initial_state has mu {list(state.mu.shape)} and nu {list(state.nu.shape)}; they must be "
