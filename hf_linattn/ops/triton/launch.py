@@ -1,0 +1,119 @@
+"""How a problem is laid over a GPU: tile sizes by shape, segments by shape and number of multiprocessors.
+
+Nothing is tuned at run time, so a new length costs nothing and the same shapes give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+STATE = 8192  # float32 entries of a state tile: 32 registers a thread with 8 warps
+SEGMENT = 256  # tokens that a segment has at least: shorter ones spend more on their states than they win
+
+
+class Tiles(NamedTuple):
+    """Constants of a kernel: tokens, features and values of a tile, tiles over the grid, warps."""
+
+    tokens: int
+    features: int
+    values: int
+    count: int
+    warps: int
+
+    def constants(self) -> dict[str, int]:
+        return {"BT": self.tokens, "BF": self.features, "BE": self.values, "num_warps": self.warps, "num_stages": 1}
+
+
+def _block(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def tiles(over: str, features: int, values: int, dot: torch.dtype, chunk_size: int | None, map_name: str) -> Tiles:
+    """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole)."""
+    whole, cut = (features, values) if over == "values" else (values, features)
+    whole, tile = _block(whole), min(_block(cut), max(16, STATE // _block(whole)))
+    if over == "features" and map_name == "softmax":
+        tile = _block(features)  # the map mixes the features of a token
+    tokens = 64 if dot == torch.bfloat16 and whole <= 128 else 32
+    if chunk_size is not None:
+        tokens = max(16, min(tokens, 1 << (chunk_size.bit_length() - 1)))
+    block_f, block_e = (whole, tile) if over == "values" else (tile, whole)
+    return Tiles(tokens, block_f, block_e, triton.cdiv(cut, tile), 4 if whole * tile <= 4096 else 8)
+
+
+def softmax_fits(features: int, values: int) -> bool:
+    """Whether a state tile may hold all features, which a fused softmax needs in the backward."""
+    return _block(features) * _block(values) <= 2 * STATE
+
+
+def dot_dtype(q_dtype: torch.dtype, v_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the products. bf16 alone can hold a state's range in half the bits: float16 ends at 65504."""
+    return torch.bfloat16 if q_dtype == v_dtype == torch.bfloat16 else torch.float32
+
+
+def products(q_dtype: torch.dtype, v_dtype: torch.dtype) -> dict[str, object]:
+    """DOT and PRECISION: for float16 TF32 keeps as many bits as the input has, float32 takes three passes of it."""
+    dot = tl.bfloat16 if dot_dtype(q_dtype, v_dtype) == torch.bfloat16 else tl.float32
+    if torch.version.hip is not None:
+        precision = "ieee"
+    else:
+        precision = "tf32x3" if torch.float32 in (q_dtype, v_dtype) else "tf32"
+    return {"DOT": dot, "PRECISION": precision}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class Plan(NamedTuple):
+    """Segments of a call: `rows` of them, cut alike from every batch row, or listed in `bounds` if packed."""
+
+    rows: int
+    documents: int
+    segments: int  # of each batch row, if not packed
+    length: int
+    bounds: Tensor | None  # [rows, 2], if packed
+    first: Tensor | None  # [documents + 1]: the first segment of each packed document
+
+    @property
+    def split(self) -> bool:
+        """Whether a document may have several segments, so that states between them are needed."""
+        return self.first is not None or self.segments > 1
+
+
+def plan(batch: int, length: int, programs: int, cu_seqlens: Tensor | None, device: torch.device) -> Plan:
+    """Cut the sequence so that every multiprocessor has work; `programs` run side by side without that."""
+    wanted = max(1, min(-(-2 * multiprocessors(device) // programs), length // SEGMENT))
+    if programs >= multiprocessors(device):
+        wanted = 1
+    size = -(-length // wanted)
+    size = -(-size // 64) * 64 if wanted > 1 else length
+    if cu_seqlens is None:
+        segments = -(-length // size)
+        return Plan(batch * segments, batch, segments, size, None, None)
+    ends = cu_seqlens.to(device=device, dtype=torch.int64)
+    documents = ends.numel() - 1
+    if wanted == 1:
+        return Plan(documents, documents, 1, length, torch.stack([ends[:-1], ends[1:]], 1).contiguous(), None)
+    # Without reading an offset: there are at most this many segments, and those beyond the last are empty.
+    rows = -(-length // size) + documents
+    counts = (ends.diff() + size - 1) // size
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    row = torch.arange(rows, device=device)
+    document = torch.searchsorted(first[1:], row, right=True).clamp(max=documents - 1)
+    start = ends[document] + (row - first[document]) * size
+    stop = torch.minimum(start + size, ends[document + 1])
+    return Plan(rows, documents, 1, size, torch.stack([start, stop], 1).contiguous(), first)
+
+
+def on_device(tensor: Tensor):
+    """Kernels are launched on the current device: make it that of `tensor`."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,130 @@
+"""States at the ends of segments: each segment's own sum, all at once, then a scan over the few segments.
+
+This is what lets a long sequence fill a GPU: forward and backward then run every segment from its own state.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .maps import features, real_keys, segment, state_tile, store_state, tile, values
+
+
+@triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])
+def key_sums_kernel(
+    k, v, key_mask, bounds, mu_sum, nu_sum,
+    k_b, k_t, k_h, k_d, v_b, v_t, v_h, v_d,
+    T, SEGMENTS, LENGTH, HK, TILES,
+    F: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """mu = sum phi(k)^T v and nu = sum phi(k) over one segment; a program per (segment, key head, tile of E).
+
+    With X = E / BE tiles and N segments: reads X s B T Hk F + s B T Hk E and the mask X B T Hk, writes
+    4 N Hk (F E + F), flops 2 B T Hk F E.
+    """
+    program = tl.program_id(0)
+    part = program % TILES
+    head = (program // TILES % HK).to(tl.int64)
+    row = program // TILES // HK
+    batch, start, stop = segment(bounds, row, T, SEGMENTS, LENGTH, PACKED)
+    f = tl.arange(0, BF)
+    e = part * BE + tl.arange(0, BE)
+    k += batch * k_b + head * k_h
+    v += batch * v_b + head * v_h
+    mu = tl.zeros([BF, BE], tl.float32)
+    nu = tl.zeros([BF], tl.float32)
+    for first in range(start, stop, BT):
+        t = first + tl.arange(0, BT)
+        real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
+        phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
+        value = values(v, t, e, real, v_t, v_d, E, DOT)
+        mu = tl.dot(tl.trans(phi_k), value, mu, input_precision=PRECISION)
+        nu += tl.sum(phi_k.to(tl.float32), 0)
+    store_state(mu_sum, nu_sum, row.to(tl.int64) * HK + head, f, e, mu, nu, part == 0, F, E)
+
+
+@triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])
+def query_sums_kernel(
+    q, grad_out, denominator, delta, bounds, mu_sum, nu_sum,
+    q_b, q_t, q_h, q_d, o_b, o_t, o_h, o_d,
+    T, SEGMENTS, LENGTH, HK, TILES,
+    F: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
+    MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """R = sum phi(q)^T d hat n over one segment and the G query heads: what it adds to the gradient of the state.
+
+    With X = E / BE tiles and N segments: reads X s B T Hq F + s B T Hq E + (X + X) 4 B T Hq (denominator, delta),
+    writes 4 N Hk (F E + F), flops 2 B T Hq F E.
+    """
+    program = tl.program_id(0)
+    part = program % TILES
+    head = (program // TILES % HK).to(tl.int64)
+    row = program // TILES // HK
+    batch, start, stop = segment(bounds, row, T, SEGMENTS, LENGTH, PACKED)
+    f = tl.arange(0, BF)
+    e = part * BE + tl.arange(0, BE)
+    mu = tl.zeros([BF, BE], tl.float32)
+    nu = tl.zeros([BF], tl.float32)
+    for first in range(start, stop, BT):
+        t = first + tl.arange(0, BT)
+        rows = t < stop
+        for group in range(G):
+            q_head = head * G + group
+            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
+            to = (batch * T + t) * (HK * G) + q_head
+            grad, below = grad_sums(
+                grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
+            )
+            mu = tl.dot(tl.trans(phi_q), grad.to(DOT), mu, input_precision=PRECISION)
+            if NORMALIZE:
+                nu += tl.sum(phi_q.to(tl.float32) * below[:, None], 0)
+    store_state(mu_sum, nu_sum, row.to(tl.int64) * HK + head, f, e, mu, nu, part == 0, F, E)
+
+
+@triton.jit
+def grad_sums(base, denominator, delta, to, t, e, rows, o_t, o_d, E: tl.constexpr, NORMALIZE: tl.constexpr):
+    """d hat n of a tile: of the numerator [BT, BE], dout / den, and of the denominator [BT], delta."""
+    live = rows[:, None] & (e < E)[None, :]
+    grad = tl.load(tile(base, t, e, o_t, o_d), mask=live, other=0.0).to(tl.float32)
+    below = tl.zeros([t.shape[0]], tl.float32)
+    if NORMALIZE:
+        grad = grad / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
+        below = tl.load(delta + to, mask=rows, other=0.0)
+    return grad, below
+
+
+@triton.jit
+def scan_kernel(
+    sums, initial, final, first_segment, SEGMENTS, SIZE,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    KEEP_FINAL: tl.constexpr,
+):  # fmt: skip
+    """sums[i] <- initial + the sums before i, in place, over the segments i of each document (after i: REVERSE).
+
+    A program per (document, block of the SIZE state entries). Reads and writes every sum once, 8 N SIZE bytes, and
+    initial and final where there are any.
+    """
+    document = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    if PACKED:
+        start = tl.load(first_segment + document)
+        count = tl.load(first_segment + document + 1) - start
+    else:
+        start = document * SEGMENTS
+        count = start * 0 + SEGMENTS
+    carry = tl.zeros([BLOCK], tl.float32)
+    if HAS_INITIAL:
+        carry = tl.load(initial + document * SIZE + at, mask=inside, other=0.0)
+    for i in range(0, count):
+        if REVERSE:
+            slot = start + count - 1 - i
+        else:
+            slot = start + i
+        own = tl.load(sums + slot * SIZE + at, mask=inside, other=0.0)
+        tl.store(sums + slot * SIZE + at, carry, mask=inside)
+        carry += own
+    if KEEP_FINAL:
+        tl.store(final + document * SIZE + at, carry, mask=inside)
