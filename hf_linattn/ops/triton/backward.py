@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maps import features, phi_vjp, raw, real_keys, segment, state_tile, store_state, tile, values
+from .maps import features, phi_vjp, product, raw, real_keys, segment, state_tile, store_state, tile, values
 from .states import grad_sums
 
 
@@ -78,6 +78,7 @@ def grad_query_kernel(
         rows = t < stop
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
         phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
+        key_sum = tl.sum(phi_k.to(tl.float32), 0)
         value = values(v, t, e, real, v_t, v_d, E, DOT)
         past = tl.trans(mu.to(DOT))
         for group in range(G):
@@ -87,17 +88,17 @@ def grad_query_kernel(
                 grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
             )
             grad = grad.to(DOT)
-            weights = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-            result = tl.dot(grad, past, input_precision=PRECISION)
+            weights = product(grad, tl.trans(value), None, PRECISION)
+            result = product(grad, past, None, PRECISION)
             if NORMALIZE:
                 weights += below[:, None]
                 result += below[:, None] * nu[None, :]
             weights = tl.where(t[:, None] >= t[None, :], weights, 0.0).to(DOT)
-            result = tl.dot(weights, phi_k, result, input_precision=PRECISION)
+            result = product(weights, phi_k, result, PRECISION)
             x, live = raw(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F)
             tl.store(grad_q + to[:, None] * F + f[None, :], phi_vjp(x, result, live, MAP), mask=live)
-        mu = tl.dot(tl.trans(phi_k), value, mu, input_precision=PRECISION)
-        nu += tl.sum(phi_k.to(tl.float32), 0)
+        mu = product(tl.trans(phi_k), value, mu, PRECISION)
+        nu += key_sum
 
 
 @triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])
@@ -137,7 +138,7 @@ def grad_key_kernel(
         rows = t < stop
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
         value = values(v, t, e, real, v_t, v_d, E, DOT)
-        result = tl.dot(value, tl.trans(mu.to(DOT)), input_precision=PRECISION) + nu[None, :]
+        result = product(value, tl.trans(mu.to(DOT)), None, PRECISION) + nu[None, :]
         for group in range(G):
             q_head = head * G + group
             to = (batch * T + t) * (HK * G) + q_head
@@ -146,13 +147,14 @@ def grad_key_kernel(
             )
             grad = grad.to(DOT)
             phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
-            weights = tl.dot(value, tl.trans(grad), input_precision=PRECISION)  # keys down, queries across
+            if NORMALIZE:
+                nu += tl.sum(phi_q.to(tl.float32) * below[:, None], 0)
+            weights = product(value, tl.trans(grad), None, PRECISION)  # keys down, queries across
             if NORMALIZE:
                 weights += below[None, :]
-                nu += tl.sum(phi_q.to(tl.float32) * below[:, None], 0)
             weights = tl.where(t[:, None] <= t[None, :], weights, 0.0).to(DOT)
-            result = tl.dot(weights, phi_q, result, input_precision=PRECISION)
-            mu = tl.dot(tl.trans(phi_q), grad, mu, input_precision=PRECISION)
+            result = product(weights, phi_q, result, PRECISION)
+            mu = product(tl.trans(phi_q), grad, mu, PRECISION)
         x, live = raw(k, t, f, real, k_t, k_d, F)
         to = ((batch * T + t) * HK + head)[:, None] * F + f[None, :]
         tl.store(grad_k + to, phi_vjp(x, result, live, MAP), mask=rows[:, None] & (f < F)[None, :])
@@ -195,7 +197,7 @@ def grad_value_kernel(
         rows = t < stop
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
         phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
-        result = tl.dot(phi_k, mu.to(DOT), input_precision=PRECISION)
+        result = product(phi_k, mu.to(DOT), None, PRECISION)
         for group in range(G):
             q_head = head * G + group
             grad, _ = raw(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E)
@@ -204,9 +206,9 @@ def grad_value_kernel(
                 grad = grad / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
             grad = grad.to(DOT)
             phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
-            weights = tl.dot(phi_k, tl.trans(phi_q), input_precision=PRECISION)  # keys down, queries across
+            weights = product(phi_k, tl.trans(phi_q), None, PRECISION)  # keys down, queries across
             weights = tl.where(t[:, None] <= t[None, :], weights, 0.0).to(DOT)
-            result = tl.dot(weights, grad, result, input_precision=PRECISION)
-            mu = tl.dot(tl.trans(phi_q), grad, mu, input_precision=PRECISION)
+            result = product(weights, grad, result, PRECISION)
+            mu = product(tl.trans(phi_q), grad, mu, PRECISION)
         to = ((batch * T + t) * HK + head)[:, None] * E + e[None, :]
         tl.store(grad_v + to, result, mask=rows[:, None] & (e < E)[None, :])

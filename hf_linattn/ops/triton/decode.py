@@ -75,14 +75,17 @@ def _tickets_for(q: Tensor, count: int) -> Tensor:
     return _tickets[key]
 
 
+def value_block(features: int, values: int) -> int:
+    """BE. Small: a token has little work, and it takes many programs to draw the whole memory bandwidth."""
+    return min(triton.next_power_of_2(values), max(16, 4096 // triton.next_power_of_2(features)))
+
+
 def decode(
     q: Tensor, k: Tensor, v: Tensor, state, next_state, map_name: str, normalize: bool, key_mask: Tensor | None
 ) -> Tensor:
     """Read `state`, write `next_state` (the same tensors for in place), return out [B, 1, Hq, E]."""
     (batch, _, q_heads, features), (heads, values) = q.shape, v.shape[2:]
-    block_f = triton.next_power_of_2(features)
-    # small tiles: a token has little work, and it takes many programs to draw the whole memory bandwidth
-    block_e = min(triton.next_power_of_2(values), max(16, 4096 // block_f))
+    block_e = value_block(features, values)
     tiles = triton.cdiv(values, block_e)
     out = v.new_empty(batch, 1, q_heads, values)
     shared = tiles > 1 and state[1].data_ptr() == next_state[1].data_ptr()
@@ -91,7 +94,7 @@ def decode(
         decode_kernel[(batch * heads * tiles,)](
             q, k, v, key_mask, *state, *next_state, out, _tickets_for(q, batch * heads) if shared else None,
             *strides, heads, tiles,
-            F=features, E=values, G=q_heads // heads, BF=block_f, BE=block_e,
+            F=features, E=values, G=q_heads // heads, BF=triton.next_power_of_2(features), BE=block_e,
             MAP=map_name, HAS_MASK=key_mask is not None, NORMALIZE=normalize, SHARED=shared,
             num_warps=4,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maps import features, real_keys, segment, state_tile, store_state, tile, values
+from .maps import features, product, real_keys, segment, state_tile, store_state, tile, values
 
 
 @triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])
@@ -48,26 +48,29 @@ def forward_kernel(
         rows = t < stop
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
         phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
+        key_sum = tl.sum(phi_k.to(tl.float32), 0)
         value = values(v, t, e, real, v_t, v_d, E, DOT)
         past = mu.to(DOT)
         for group in range(G):
             q_head = head * G + group
             phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
-            weights = tl.dot(phi_q, tl.trans(phi_k), input_precision=PRECISION)
+            if NORMALIZE:
+                below = tl.sum(phi_q.to(tl.float32) * nu[None, :], 1)
+            weights = product(phi_q, tl.trans(phi_k), None, PRECISION)
             weights = tl.where(t[:, None] >= t[None, :], weights, 0.0).to(DOT)
-            sums = tl.dot(phi_q, past, input_precision=PRECISION)
-            sums = tl.dot(weights, value, sums, input_precision=PRECISION)
+            sums = product(phi_q, past, None, PRECISION)
+            sums = product(weights, value, sums, PRECISION)
             to = (batch * T + t) * (HK * G) + q_head
             if NORMALIZE:
-                below = tl.sum(weights.to(tl.float32), 1) + tl.sum(phi_q.to(tl.float32) * nu[None, :], 1)
+                below += tl.sum(weights.to(tl.float32), 1)
                 below = tl.where(below == 0, float("inf"), below)
                 sums = sums / below[:, None]
                 if KEEP_DENOMINATOR:
                     if part == 0:
                         tl.store(denominator + to, below, mask=rows)
             tl.store(tile(out, to, e, E, 1), sums, mask=rows[:, None] & (e < E)[None, :])
-        mu = tl.dot(tl.trans(phi_k), value, mu, input_precision=PRECISION)
-        nu += tl.sum(phi_k.to(tl.float32), 0)
+        mu = product(tl.trans(phi_k), value, mu, PRECISION)
+        nu += key_sum
 
     if KEEP_END:
         store_state(mu_end, nu_end, at, f, e, mu, nu, part == 0, F, E)

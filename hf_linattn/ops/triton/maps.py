@@ -98,8 +98,8 @@ def features(base, t, f, rows, stride_t, stride_d, F: tl.constexpr, MAP: tl.cons
 @triton.jit
 def values(base, t, e, rows, stride_t, stride_d, E: tl.constexpr, DOT: tl.constexpr):
     """A tile of values in the dtype of the products."""
-    x, _ = raw(base, t, e, rows, stride_t, stride_d, E)
-    return x.to(DOT)
+    live = rows[:, None] & (e < E)[None, :]
+    return tl.load(tile(base, t, e, stride_t, stride_d), mask=live, other=0.0).to(DOT)
 
 
 @triton.jit
@@ -122,3 +122,9 @@ def store_state(mu, nu, at, f, e, mu_tile, nu_tile, WITH_NU, F: tl.constexpr, E:
     tl.store(tile(mu + at * (F * E), f, e, E, 1), mu_tile, mask=inside)
     if WITH_NU:
         tl.store(nu + at * F + f, nu_tile, mask=f < F)
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b, accumulated in float32."""
+    return tl.dot(a, b, acc, input_precision=PRECISION)

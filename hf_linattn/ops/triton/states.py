@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maps import features, real_keys, segment, state_tile, store_state, tile, values
+from .maps import features, product, real_keys, segment, state_tile, store_state, tile, values
 
 
 @triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])
@@ -40,7 +40,7 @@ def key_sums_kernel(
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
         phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
         value = values(v, t, e, real, v_t, v_d, E, DOT)
-        mu = tl.dot(tl.trans(phi_k), value, mu, input_precision=PRECISION)
+        mu = product(tl.trans(phi_k), value, mu, PRECISION)
         nu += tl.sum(phi_k.to(tl.float32), 0)
     store_state(mu_sum, nu_sum, row.to(tl.int64) * HK + head, f, e, mu, nu, part == 0, F, E)
 
@@ -77,7 +77,7 @@ def query_sums_kernel(
             grad, below = grad_sums(
                 grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
             )
-            mu = tl.dot(tl.trans(phi_q), grad.to(DOT), mu, input_precision=PRECISION)
+            mu = product(tl.trans(phi_q), grad.to(DOT), mu, PRECISION)
             if NORMALIZE:
                 nu += tl.sum(phi_q.to(tl.float32) * below[:, None], 0)
     store_state(mu_sum, nu_sum, row.to(tl.int64) * HK + head, f, e, mu, nu, part == 0, F, E)
