@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
+import torch
 from torch import Tensor
 
 from .blocks import without_autocast
@@ -17,7 +21,7 @@ chunk_linear_attention = without_autocast(_chunk)
 recurrent_linear_attention = without_autocast(_recurrent)
 attention_weights = without_autocast(_attention_weights)
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "torch", "triton")
 
 
 def linear_attention(
@@ -54,7 +58,9 @@ def linear_attention(
             itself; states then have N rows.
         normalize: divide by phi(q) nu. Where that is 0 (no key yet) the output and its gradient are 0.
         chunk_size: tokens per chunk; changes speed only. `None` picks by shape.
-        backend: `"auto"`, or `"torch"` for pure PyTorch.
+        backend: `"torch"` for pure PyTorch, `"triton"` for the GPU kernels, or `"auto"`: the kernels on a GPU, where
+            they can run the call (a warning says why not, once), else PyTorch. Under `torch.compile`, which fuses the
+            PyTorch form itself, `"auto"` is PyTorch.
 
     Returns:
         `out` [B, T, Hq, E] in the dtype of v, and the final state ([B, Hk, F, E] and [B, Hk, F], float32, float64
@@ -63,12 +69,18 @@ def linear_attention(
     Raises:
         ValueError: shapes that do not fit, T or S of 0, Hq not a multiple of Hk, a mask that is not 0 / 1, a signed
             map with `normalize=True`, an unknown map or backend. The message names the argument and the choices.
+        RuntimeError: `backend="triton"` cannot run this call here; the message says why.
 
     Source: Katharopoulos et al. 2020, arXiv:2006.16236.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; choose one of {list(BACKENDS)}")
-    form = recurrent_linear_attention if causal and q.dim() == 4 and q.shape[1] == 1 else chunk_linear_attention
+    if _uses_kernels(backend, q, k, v, feature_map, causal):
+        from . import triton
+
+        form = without_autocast(triton.triton_linear_attention)
+    else:
+        form = recurrent_linear_attention if causal and q.dim() == 4 and q.shape[1] == 1 else chunk_linear_attention
     return form(
         q,
         k,
@@ -82,6 +94,24 @@ def linear_attention(
         normalize=normalize,
         chunk_size=chunk_size,
     )
+
+
+def _uses_kernels(backend, q, k, v, feature_map, causal) -> bool:
+    if backend != "auto":
+        return backend == "triton"
+    if q.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    from . import triton
+
+    reason = triton.unsupported(q, k, v, feature_map=feature_map, causal=causal)
+    if reason is not None:
+        _say_once(f"linear attention runs in PyTorch, without Triton kernels: {reason}")
+    return reason is None
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 __all__ = [

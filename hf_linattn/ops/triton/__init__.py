@@ -1,8 +1,7 @@
 """Triton kernels for the causal form: forward, backward and decoding. The signature and result of the torch forms.
 
 Importing this does not import Triton; the first call does. Kernels compute phi in registers in float32, keep mu and nu
-in float32, and run products in bf16 for bf16 input, in TF32 for float16 (whose range is too small for a state) and in
-three passes of TF32 for float32. On a GPU-less machine, `TRITON_INTERPRET=1` runs them in Triton's interpreter.
+in float32, and run products in bf16 for bf16 input, in float32 otherwise (float16 could not hold a state). On a GPU-less machine, `TRITON_INTERPRET=1` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def triton_linear_attention(
     check_inputs(q, k, v, feature_map, causal, key_mask, initial_state, cu_seqlens, normalize, chunk_size)
     reason = unsupported(q, k, v, feature_map=feature_map, causal=causal)
     if reason is not None:
-        raise RuntimeError(f"the Triton kernels cannot run this call: {reason}")
+        raise RuntimeError(f"backend='triton' cannot run this call: {reason}")
     from .causal import CausalKernels, Options
     from .decode import decode
 
@@ -136,7 +135,7 @@ def decode_step(
             raise ValueError(f"{what} is updated in place: it must be contiguous float32 that needs no gradient")
     reason = unsupported(q, k, v, feature_map=feature_map)
     if reason is not None:
-        raise RuntimeError(f"the Triton kernels cannot run this call: {reason}")
+        raise RuntimeError(f"backend='triton' cannot run this call: {reason}")
     from .decode import decode
 
     with torch.no_grad():

@@ -77,8 +77,9 @@ def grad_query_kernel(
         t = first + tl.arange(0, BT)
         rows = t < stop
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
-        phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
-        key_sum = tl.sum(phi_k.to(tl.float32), 0)
+        phi_k = features(k, t, f, real, k_t, k_d, F, MAP)
+        key_sum = tl.sum(phi_k, 0)
+        phi_k = phi_k.to(DOT)
         value = values(v, t, e, real, v_t, v_d, E, DOT)
         past = tl.trans(mu.to(DOT))
         for group in range(G):
@@ -146,9 +147,10 @@ def grad_key_kernel(
                 grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
             )
             grad = grad.to(DOT)
-            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
+            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
             if NORMALIZE:
-                nu += tl.sum(phi_q.to(tl.float32) * below[:, None], 0)
+                nu += tl.sum(phi_q * below[:, None], 0)
+            phi_q = phi_q.to(DOT)
             weights = product(value, tl.trans(grad), None, PRECISION)  # keys down, queries across
             if NORMALIZE:
                 weights += below[None, :]
@@ -196,7 +198,7 @@ def grad_value_kernel(
         t = start + (chunks - 1 - i) * BT + tl.arange(0, BT)
         rows = t < stop
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
-        phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
+        phi_k = features(k, t, f, real, k_t, k_d, F, MAP).to(DOT)
         result = product(phi_k, mu.to(DOT), None, PRECISION)
         for group in range(G):
             q_head = head * G + group
@@ -205,7 +207,7 @@ def grad_value_kernel(
                 to = (batch * T + t) * (HK * G) + q_head
                 grad = grad / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
             grad = grad.to(DOT)
-            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
+            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP).to(DOT)
             weights = product(phi_k, tl.trans(phi_q), None, PRECISION)  # keys down, queries across
             weights = tl.where(t[:, None] <= t[None, :], weights, 0.0).to(DOT)
             result = product(weights, grad, result, PRECISION)

@@ -24,7 +24,7 @@ def forward_kernel(
         mu += phi(K)^T V,   nu += sum phi(K)
 
     d is kept, in float32 and infinite where it is 0: x / inf = 0 gives the zero output here and the zero gradient in
-    the backward. Numerator and denominator see the same features, rounded to the dtype of the products.
+    the backward.
 
     With X = E / BE tiles, N segments and s, 4 bytes for float32, of the element:
         reads   X s B T (Hq F + Hk F) + s B T Hk E, the mask X B T Hk, states 4 N Hk (F E + X F) if there is a start
@@ -47,15 +47,17 @@ def forward_kernel(
         t = first + tl.arange(0, BT)
         rows = t < stop
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
-        phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
-        key_sum = tl.sum(phi_k.to(tl.float32), 0)
+        phi_k = features(k, t, f, real, k_t, k_d, F, MAP)
+        key_sum = tl.sum(phi_k, 0)
+        phi_k = phi_k.to(DOT)
         value = values(v, t, e, real, v_t, v_d, E, DOT)
         past = mu.to(DOT)
         for group in range(G):
             q_head = head * G + group
-            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
+            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
             if NORMALIZE:
-                below = tl.sum(phi_q.to(tl.float32) * nu[None, :], 1)
+                below = tl.sum(phi_q * nu[None, :], 1)
+            phi_q = phi_q.to(DOT)
             weights = product(phi_q, tl.trans(phi_k), None, PRECISION)
             weights = tl.where(t[:, None] >= t[None, :], weights, 0.0).to(DOT)
             sums = product(phi_q, past, None, PRECISION)

@@ -59,13 +59,9 @@ def dot_dtype(q_dtype: torch.dtype, v_dtype: torch.dtype) -> torch.dtype:
 
 
 def products(q_dtype: torch.dtype, v_dtype: torch.dtype) -> dict[str, object]:
-    """DOT and PRECISION: for float16 TF32 keeps as many bits as the input has, float32 takes three passes of it."""
+    """DOT and PRECISION; float32 products take three passes of TF32, one of which would keep 10 bits."""
     dot = tl.bfloat16 if dot_dtype(q_dtype, v_dtype) == torch.bfloat16 else tl.float32
-    if torch.version.hip is not None:
-        precision = "ieee"
-    else:
-        precision = "tf32x3" if torch.float32 in (q_dtype, v_dtype) else "tf32"
-    return {"DOT": dot, "PRECISION": precision}
+    return {"DOT": dot, "PRECISION": "ieee" if torch.version.hip is not None else "tf32x3"}
 
 
 @functools.cache

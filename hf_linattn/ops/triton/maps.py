@@ -6,8 +6,12 @@ Letters in the kernels, beside those of state.py: BT tokens of a chunk, BF and B
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -56,7 +60,7 @@ def phi(x, live, MAP: tl.constexpr):
     elif MAP == "softmax":
         # a row that is not live has no largest entry: any finite number will do
         top = tl.max(tl.where(live, x, -3.0e38), len(x.shape) - 1, keep_dims=True)
-        y = tl.where(live, tl.exp(x - top), 0.0)
+        y = tl.where(live, tl.exp(tl.where(live, x - top, 0.0)), 0.0)
         total = tl.sum(y, len(x.shape) - 1, keep_dims=True)
         y = y / tl.where(total == 0, 1.0, total)
     else:
@@ -89,10 +93,10 @@ def raw(base, t, d, rows, stride_t, stride_d, DIM: tl.constexpr):
 
 
 @triton.jit
-def features(base, t, f, rows, stride_t, stride_d, F: tl.constexpr, MAP: tl.constexpr, DOT: tl.constexpr):
-    """phi of a tile, computed in float32, in the dtype of the products."""
+def features(base, t, f, rows, stride_t, stride_d, F: tl.constexpr, MAP: tl.constexpr):
+    """phi of a tile, in float32: sums of features are never rounded, only products are."""
     x, live = raw(base, t, f, rows, stride_t, stride_d, F)
-    return phi(x, live, MAP).to(DOT)
+    return phi(x, live, MAP)
 
 
 @triton.jit
@@ -127,4 +131,7 @@ def store_state(mu, nu, at, f, e, mu_tile, nu_tile, WITH_NU, F: tl.constexpr, E:
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
     """acc + a b, accumulated in float32."""
+    if INTERPRETED:  # the interpreter would multiply the bits of bfloat16 as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)

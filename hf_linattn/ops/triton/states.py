@@ -38,10 +38,10 @@ def key_sums_kernel(
     for first in range(start, stop, BT):
         t = first + tl.arange(0, BT)
         real = real_keys(key_mask, batch, t, stop, T, HAS_MASK)
-        phi_k = features(k, t, f, real, k_t, k_d, F, MAP, DOT)
+        phi_k = features(k, t, f, real, k_t, k_d, F, MAP)
         value = values(v, t, e, real, v_t, v_d, E, DOT)
-        mu = product(tl.trans(phi_k), value, mu, PRECISION)
-        nu += tl.sum(phi_k.to(tl.float32), 0)
+        nu += tl.sum(phi_k, 0)
+        mu = product(tl.trans(phi_k.to(DOT)), value, mu, PRECISION)
     store_state(mu_sum, nu_sum, row.to(tl.int64) * HK + head, f, e, mu, nu, part == 0, F, E)
 
 
@@ -72,14 +72,14 @@ def query_sums_kernel(
         rows = t < stop
         for group in range(G):
             q_head = head * G + group
-            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP, DOT)
+            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
             to = (batch * T + t) * (HK * G) + q_head
             grad, below = grad_sums(
                 grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
             )
-            mu = product(tl.trans(phi_q), grad.to(DOT), mu, PRECISION)
             if NORMALIZE:
-                nu += tl.sum(phi_q.to(tl.float32) * below[:, None], 0)
+                nu += tl.sum(phi_q * below[:, None], 0)
+            mu = product(tl.trans(phi_q.to(DOT)), grad.to(DOT), mu, PRECISION)
     store_state(mu_sum, nu_sum, row.to(tl.int64) * HK + head, f, e, mu, nu, part == 0, F, E)
 
 

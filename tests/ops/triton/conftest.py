@@ -1,0 +1,35 @@
+"""These tests run kernels: on a GPU if there is one, else in Triton's interpreter, which must be chosen before Triton
+is imported. `tests/ops/test_triton.py` runs them so, in a process of their own; by hand it is
+
+    TRITON_INTERPRET=1 pytest tests/ops/triton
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED and not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def round_to_nearest(monkeypatch):
+    """Round float32 to bfloat16 as the hardware does; the interpreter cuts the bits off."""
+    if not INTERPRETED:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.cast_impl
+
+    def cast(self, source, to):
+        if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return original(self, source, to)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
