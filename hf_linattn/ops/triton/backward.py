@@ -1,12 +1,13 @@
 """The causal backward, recomputing every state: dq in a forward sweep, dk and dv in sweeps from the end.
 
-With d hat n = [dout / den, -(dout . out) / den], hat v = [v, 1], and hat mu, R the sums of what came before and of what
-comes after,
+With p = phi(q) / den, hat v = [v, 1], hat g = [dout, -(dout . out)], and hat mu, R the sums of what came before and of
+what comes after,
 
-    dphi(Q) = tril(d hat n hat V^T) phi(K) + d hat n hat mu^T         hat mu = sum of earlier phi(K)^T hat V
-    dphi(K) = tril(d hat n hat V^T)^T phi(Q) + hat V R^T              R = sum of later phi(Q)^T d hat n
-    dV      = tril(phi(Q) phi(K)^T)^T d n + phi(K) R
+    dphi(Q) = (tril(hat g hat V^T) phi(K) + hat g hat mu^T) / den     hat mu = sum of earlier phi(K)^T hat V
+    dphi(K) = tril(hat g hat V^T)^T p + hat V R^T                     R = sum of later p^T hat g
+    dV      = tril(p phi(K)^T)^T dout + phi(K) R
 
+which is the backward of chunk.py with 1 / den moved from d hat n to phi(q): dout then goes into the products as it is.
 Each is again a causal linear attention, so each is a kernel like the forward: a program holds the columns of its
 result that a tile of F (dq, dk) or of E (dv) makes, and the rows of the state that they need. Nothing is added up
 between programs, so the result does not depend on their order.
@@ -18,19 +19,18 @@ import triton
 import triton.language as tl
 
 from .maps import features, phi_vjp, product, raw, real_keys, segment, state_tile, store_state, tile, values
-from .states import grad_sums
 
 
 @triton.jit(do_not_specialize=["T"])
 def delta_kernel(
-    grad_out, out, denominator, delta,
+    grad_out, out, delta,
     o_b, o_t, o_h, o_d,
     T, HQ, BLOCKS,
     E: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """delta = -(dout . out) / den: the gradient of the denominator; a program per (batch row, tokens, query head).
+    """delta = -(dout . out), the gradient of den times den; a program per (batch row, tokens, query head).
 
-    Reads 2 s B T Hq E + 4 B T Hq, writes 4 B T Hq, flops 2 B T Hq E.
+    Reads 2 s B T Hq E, writes 4 B T Hq, flops 2 B T Hq E.
     """
     program = tl.program_id(0)
     head = (program % HQ).to(tl.int64)
@@ -38,12 +38,10 @@ def delta_kernel(
     batch = (program // HQ // BLOCKS).to(tl.int64)
     t = block * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
-    rows = t < T
     to = (batch * T + t) * HQ + head
-    grad, live = raw(grad_out + batch * o_b + head * o_h, t, e, rows, o_t, o_d, E)
+    grad, live = raw(grad_out + batch * o_b + head * o_h, t, e, t < T, o_t, o_d, E)
     result = tl.load(out + to[:, None] * E + e[None, :], mask=live, other=0.0).to(tl.float32)
-    below = tl.load(denominator + to, mask=rows, other=1.0)
-    tl.store(delta + to, -tl.sum(grad * result, 1) / below, mask=rows)
+    tl.store(delta + to, -tl.sum(grad * result, 1), mask=t < T)
 
 
 @triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])
@@ -57,8 +55,8 @@ def grad_query_kernel(
 ):  # fmt: skip
     """dq: a program per (segment, key head, tile of F) sweeps forward, with mu, nu recomputed. For each chunk
 
-        dA = tril(d hat n hat V^T)
-        dq = vjp of phi at Q of (dA phi(K) + d hat n hat mu^T)        for each of the G query heads
+        dA = tril(hat g hat V^T)
+        dq = vjp of phi at Q of (dA phi(K) + hat g hat mu^T) / den        for each of the G query heads
         mu += phi(K)^T V,   nu += sum phi(K)
 
     With Y = F / BF tiles: reads s B T (Hq F + Hk F + Y Hq E + Y Hk E) + 8 Y B T Hq, the mask Y B T Hk, states
@@ -85,17 +83,17 @@ def grad_query_kernel(
         for group in range(G):
             q_head = head * G + group
             to = (batch * T + t) * (HK * G) + q_head
-            grad, below = grad_sums(
-                grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
-            )
-            grad = grad.to(DOT)
+            grad = values(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E, DOT)
             weights = product(grad, tl.trans(value), None, PRECISION)
             result = product(grad, past, None, PRECISION)
             if NORMALIZE:
-                weights += below[:, None]
-                result += below[:, None] * nu[None, :]
+                grad_one = tl.load(delta + to, mask=rows, other=0.0)
+                weights += grad_one[:, None]
+                result += grad_one[:, None] * nu[None, :]
             weights = tl.where(t[:, None] >= t[None, :], weights, 0.0).to(DOT)
             result = product(weights, phi_k, result, PRECISION)
+            if NORMALIZE:
+                result = result / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
             x, live = raw(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F)
             tl.store(grad_q + to[:, None] * F + f[None, :], phi_vjp(x, result, live, MAP), mask=live)
         mu = product(tl.trans(phi_k), value, mu, PRECISION)
@@ -113,9 +111,9 @@ def grad_key_kernel(
 ):  # fmt: skip
     """dk: a program per (segment, key head, tile of F) sweeps from the end. For each chunk, last first
 
-        dA = tril(d hat n hat V^T)
-        dk = vjp of phi at K of (hat V R^T + dA^T phi(Q) summed over the G query heads)
-        R += phi(Q)^T d hat n
+        dA = tril(hat g hat V^T)
+        dk = vjp of phi at K of (hat V R^T + dA^T p summed over the G query heads)
+        R += p^T hat g
 
     mu_end, nu_end are R at the segment's end; R at its start, the gradient of the state there, is kept on request.
 
@@ -143,20 +141,19 @@ def grad_key_kernel(
         for group in range(G):
             q_head = head * G + group
             to = (batch * T + t) * (HK * G) + q_head
-            grad, below = grad_sums(
-                grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
-            )
-            grad = grad.to(DOT)
-            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
+            grad = values(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E, DOT)
+            p = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
             if NORMALIZE:
-                nu += tl.sum(phi_q * below[:, None], 0)
-            phi_q = phi_q.to(DOT)
+                grad_one = tl.load(delta + to, mask=rows, other=0.0)
+                p = p / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
+                nu += tl.sum(p * grad_one[:, None], 0)
+            p = p.to(DOT)
             weights = product(value, tl.trans(grad), None, PRECISION)  # keys down, queries across
             if NORMALIZE:
-                weights += below[None, :]
+                weights += grad_one[None, :]
             weights = tl.where(t[:, None] <= t[None, :], weights, 0.0).to(DOT)
-            result = product(weights, phi_q, result, PRECISION)
-            mu = product(tl.trans(phi_q), grad, mu, PRECISION)
+            result = product(weights, p, result, PRECISION)
+            mu = product(tl.trans(p), grad, mu, PRECISION)
         x, live = raw(k, t, f, real, k_t, k_d, F)
         to = ((batch * T + t) * HK + head)[:, None] * F + f[None, :]
         tl.store(grad_k + to, phi_vjp(x, result, live, MAP), mask=rows[:, None] & (f < F)[None, :])
@@ -175,8 +172,8 @@ def grad_value_kernel(
 ):  # fmt: skip
     """dv: a program per (segment, key head, tile of E) sweeps from the end. For each chunk, last first
 
-        dv = phi(K) R + tril(phi(Q) phi(K)^T)^T d n summed over the G query heads
-        R += phi(Q)^T d n
+        dv = phi(K) R + tril(p phi(K)^T)^T dout summed over the G query heads
+        R += p^T dout
 
     With X = E / BE tiles: reads s B T (X Hq F + X Hk F + Hq E) + 4 X B T Hq, the mask X B T Hk, states 4 N Hk F E if
     there is an end; writes s B T Hk E; flops 2 B T (X Hq BT F + Hq BT E + Hq F E + Hk F E).
@@ -202,15 +199,15 @@ def grad_value_kernel(
         result = product(phi_k, mu.to(DOT), None, PRECISION)
         for group in range(G):
             q_head = head * G + group
-            grad, _ = raw(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E)
+            grad = values(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E, DOT)
+            p = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
             if NORMALIZE:
                 to = (batch * T + t) * (HK * G) + q_head
-                grad = grad / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
-            grad = grad.to(DOT)
-            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP).to(DOT)
-            weights = product(phi_k, tl.trans(phi_q), None, PRECISION)  # keys down, queries across
+                p = p / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
+            p = p.to(DOT)
+            weights = product(phi_k, tl.trans(p), None, PRECISION)  # keys down, queries across
             weights = tl.where(t[:, None] <= t[None, :], weights, 0.0).to(DOT)
             result = product(weights, grad, result, PRECISION)
-            mu = product(tl.trans(phi_q), grad, mu, PRECISION)
+            mu = product(tl.trans(p), grad, mu, PRECISION)
         to = ((batch * T + t) * HK + head)[:, None] * E + e[None, :]
         tl.store(grad_v + to, result, mask=rows[:, None] & (e < E)[None, :])

@@ -142,7 +142,7 @@ class CausalKernels(torch.autograd.Function):
             blocks = triton.cdiv(call.length, 32)
             with launch.on_device(q):
                 delta_kernel[(call.batch * call.q_heads * blocks,)](
-                    grad_out, out, denominator, delta, *grad_out.stride(), call.length, call.q_heads, blocks,
+                    grad_out, out, delta, *grad_out.stride(), call.length, call.q_heads, blocks,
                     E=call.values, BT=32, BE=triton.next_power_of_2(call.values),
                 )  # fmt: skip
 

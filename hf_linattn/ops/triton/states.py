@@ -53,7 +53,8 @@ def query_sums_kernel(
     F: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     MAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """R = sum phi(q)^T d hat n over one segment and the G query heads: what it adds to the gradient of the state.
+    """R = sum p^T hat g over one segment and the G query heads: what it adds to the gradient of the state.
+    p = phi(q) / den and hat g = [dout, -(dout . out)], as in backward.py.
 
     With X = E / BE tiles and N segments: reads X s B T Hq F + s B T Hq E + (X + X) 4 B T Hq (denominator, delta),
     writes 4 N Hk (F E + F), flops 2 B T Hq F E.
@@ -72,27 +73,14 @@ def query_sums_kernel(
         rows = t < stop
         for group in range(G):
             q_head = head * G + group
-            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
+            p = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
             to = (batch * T + t) * (HK * G) + q_head
-            grad, below = grad_sums(
-                grad_out + batch * o_b + q_head * o_h, denominator, delta, to, t, e, rows, o_t, o_d, E, NORMALIZE
-            )
+            grad = values(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E, DOT)
             if NORMALIZE:
-                nu += tl.sum(phi_q * below[:, None], 0)
-            mu = product(tl.trans(phi_q.to(DOT)), grad.to(DOT), mu, PRECISION)
+                p = p / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
+                nu += tl.sum(p * tl.load(delta + to, mask=rows, other=0.0)[:, None], 0)
+            mu = product(tl.trans(p.to(DOT)), grad, mu, PRECISION)
     store_state(mu_sum, nu_sum, row.to(tl.int64) * HK + head, f, e, mu, nu, part == 0, F, E)
-
-
-@triton.jit
-def grad_sums(base, denominator, delta, to, t, e, rows, o_t, o_d, E: tl.constexpr, NORMALIZE: tl.constexpr):
-    """d hat n of a tile: of the numerator [BT, BE], dout / den, and of the denominator [BT], delta."""
-    live = rows[:, None] & (e < E)[None, :]
-    grad = tl.load(tile(base, t, e, o_t, o_d), mask=live, other=0.0).to(tl.float32)
-    below = tl.zeros([t.shape[0]], tl.float32)
-    if NORMALIZE:
-        grad = grad / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
-        below = tl.load(delta + to, mask=rows, other=0.0)
-    return grad, below
 
 
 @triton.jit
