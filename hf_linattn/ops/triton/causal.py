@@ -31,7 +31,8 @@ class _Call:
         self.batch, self.length, self.q_heads, self.features = q.shape
         self.heads, self.values = v.shape[2:]
         dtypes = options.input_dtype, v.dtype
-        shape = self.features, self.values, launch.dot_dtype(*dtypes), options.chunk_size, options.map_name
+        shape = self.features, self.values, launch.dot_dtype(*dtypes), launch.capability(q.device)
+        shape += options.chunk_size, options.map_name
         self.over_values, self.over_features = launch.tiles("values", *shape), launch.tiles("features", *shape)
         self.plan = launch.plan(
             self.batch, self.length, self.batch * self.heads * self.over_values.count, cu_seqlens, q.device

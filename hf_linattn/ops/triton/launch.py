@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 STATE = 8192  # float32 entries of a state tile: 32 registers a thread with 8 warps
+WARP_GROUPS = (90, 100, 103)  # compute capabilities whose products run on four warps and 64 rows at a time
 SEGMENT = 256  # tokens that a segment has at least: shorter ones spend more on their states than they win
 
 
@@ -35,17 +36,30 @@ def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def tiles(over: str, features: int, values: int, dot: torch.dtype, chunk_size: int | None, map_name: str) -> Tiles:
-    """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole)."""
+def tiles(
+    over: str, features: int, values: int, dot: torch.dtype, capability: int, chunk_size: int | None, map_name: str
+) -> Tiles:
+    """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole).
+
+    The largest that ptxas fits into registers for F, E <= 128. Three-pass TF32 holds each operand twice, so float32
+    gets half the state and a quarter of the tokens; 64 tokens need the warp group products of Hopper and Blackwell.
+    """
     whole, cut = (features, values) if over == "values" else (values, features)
-    whole, tile = _block(whole), min(_block(cut), max(16, STATE // _block(whole)))
-    if over == "features" and map_name == "softmax":
-        tile = _block(features)  # the map mixes the features of a token
-    tokens = 64 if dot == torch.bfloat16 and whole <= 128 else 32
+    whole, half = _block(whole), dot == torch.bfloat16
+    tile = min(_block(cut), max(16, (STATE if half else STATE // 2) // whole))
+    if over == "features":
+        if not half:
+            tile = min(tile, 32)
+        if map_name == "softmax":
+            tile = _block(features)  # the map mixes the features of a token
+    tokens = 16
+    if half:
+        tokens = 64 if capability in WARP_GROUPS and whole <= 128 else 32
     if chunk_size is not None:
         tokens = max(16, min(tokens, 1 << (chunk_size.bit_length() - 1)))
     block_f, block_e = (whole, tile) if over == "values" else (tile, whole)
-    return Tiles(tokens, block_f, block_e, triton.cdiv(cut, tile), 4 if whole * tile <= 4096 else 8)
+    warps = 4 if half and over == "values" and whole * tile <= STATE // 2 else 8
+    return Tiles(tokens, block_f, block_e, triton.cdiv(cut, tile), warps)
 
 
 def softmax_fits(features: int, values: int) -> bool:
@@ -67,6 +81,15 @@ def products(q_dtype: torch.dtype, v_dtype: torch.dtype) -> dict[str, object]:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """90 for a GPU of compute capability 9.0; 0 for one that is not NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 class Plan(NamedTuple):

@@ -35,7 +35,7 @@ KERNELS = {
 }
 
 
-def constants(name, over, dim, dtype, group, map_name):
+def constants(name, over, dim, dtype, capability, group, map_name):
     """The constexpr arguments that the package would pass, every option on; and the number of warps."""
     every = {
         "F": dim, "E": dim, "G": group, "MAP": map_name, "PACKED": False, "HAS_MASK": True, "HAS_START": True,
@@ -49,7 +49,7 @@ def constants(name, over, dim, dtype, group, map_name):
     elif name == "decode":
         every |= {"BF": dim, "BE": decode.value_block(dim, dim)}
     elif over is not None:
-        tiles = launch.tiles(over, dim, dim, launch.dot_dtype(dtype, dtype), None, map_name)
+        tiles = launch.tiles(over, dim, dim, launch.dot_dtype(dtype, dtype), capability, None, map_name)
         tile = tiles.constants()
         warps = tile.pop("num_warps")
         tile.pop("num_stages")
@@ -60,7 +60,7 @@ def constants(name, over, dim, dtype, group, map_name):
 def compile_kernel(name, capability, dim, dtype, group=1, map_name="elu1"):
     """(registers, spilled bytes, shared bytes) of one kernel."""
     kernel, over = KERNELS[name]
-    every, warps = constants(name, over, dim, dtype, group, map_name)
+    every, warps = constants(name, over, dim, dtype, capability, group, map_name)
     element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     signature, fixed, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
