@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,95 @@ def run(*command, **environment):
 
 
 @needs_triton
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("test_*.py")), ids=lambda path: path.stem)
-def test_in_the_interpreter(path):
-    result = run("-m", "pytest", "-q", "-p", "no:cacheprovider", path, TRITON_INTERPRET="1")
+def test_in_the_interpreter():
+    result = run("-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert " skipped" not in result.stdout
+
+
+# ---- who picks them
+
+
+def small(dtype=torch.float32, D=8, E=8):
+    made = random_problem(1, 3, 2, 1, D, E, dtype=dtype)
+    return made.q, made.k, made.v
+
+
+def test_a_cpu_runs_pytorch_without_a_word(recwarn):
+    q, k, v = small()
+    expected, _ = linear_attention(q, k, v, feature_map="elu1", backend="torch")
+    out, _ = linear_attention(q, k, v, feature_map="elu1")
+    assert torch.equal(out, expected)
+    assert not recwarn
+
+
+def test_kernels_asked_for_by_name_say_why_they_cannot_run():
+    with pytest.raises(RuntimeError, match="backend='triton' cannot run this call: .*(GPU|not installed)") as caught:
+        linear_attention(*small(), feature_map="elu1", backend="triton")
+    assert "\n" not in str(caught.value)
+
+
+@needs_triton
+def test_what_the_kernels_cannot_do(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton.unsupported(*small(), feature_map="elu1") is None
+    assert triton.unsupported(*small(), feature_map="taylor2") is None
+    for options, words in (
+        ({"causal": False}, "causal=False"),
+        ({"tensors": small(torch.float64)}, "float64"),
+        ({"tensors": small(E=300)}, "E=300"),
+        ({"tensors": small(D=300)}, "F=300"),
+        ({"tensors": small(D=16), "feature_map": "taylor2"}, "F=273"),
+    ):
+        tensors = options.pop("tensors", small())
+        reason = triton.unsupported(*tensors, **{"feature_map": "elu1", **options})
+        assert words in reason
+        assert "\n" not in reason
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setattr(triton, "_installed", lambda: False)
+    assert "triton is not installed" in triton.unsupported(*small())
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU: enough to ask the dispatcher."""
+
+    device = torch.device("cuda")
+
+
+def test_a_gpu_runs_the_kernels_or_says_once_why_not(monkeypatch):
+    q, k, v = (x.as_subclass(OnGpu) for x in small())
+    ask = lambda backend="auto": ops._uses_kernels(backend, q, k, v, "elu1", True)  # noqa: E731
+    monkeypatch.setattr(triton, "unsupported", lambda *args, **kwargs: None)
+    assert ask()
+    assert not ask("torch")
+    monkeypatch.setattr(triton, "unsupported", lambda *args, **kwargs: "the moon is full")
+    with pytest.warns(UserWarning, match="runs in PyTorch, without Triton kernels: the moon is full"):
+        assert not ask()
+    with warnings.catch_warnings(action="error"):
+        assert not ask()
+
+
+# ---- what they compile to
+
+
+@needs_triton
+def test_compiled_kernels_fit_their_gpus(tmp_path):
+    """No register is spilled and the shared memory exists; `compile_report.py` by itself prints every combination."""
+    everything = "forward,grad query,grad key,grad value,key sums,query sums,scan,delta,decode"
+    jobs = [
+        (90, 128, "bf16", everything),
+        (80, 128, "bf16", "forward,grad key"),
+        (100, 64, "bf16", "forward,grad key"),
+        (90, 64, "fp32", "forward,grad key"),
+    ]
+    result = run(FOLDER / "compile_report.py", "--json", json.dumps(jobs), TRITON_CACHE_DIR=str(tmp_path),
+                 PYTHONPATH=str(ROOT), TRITON_INTERPRET="0")  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = json.loads(result.stdout.splitlines()[-1])
+    assert len(rows) == len(everything.split(",")) + 6
+    for row in rows:
+        print(*(f"{key}={value}" for key, value in row.items()))
+        assert row["spilled"] == 0, row
+        assert row["shared"] <= row["limit"], row

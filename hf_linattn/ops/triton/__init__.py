@@ -1,7 +1,8 @@
 """Triton kernels for the causal form: forward, backward and decoding. The signature and result of the torch forms.
 
 Importing this does not import Triton; the first call does. Kernels compute phi in registers in float32, keep mu and nu
-in float32, and run products in bf16 for bf16 input, in float32 otherwise (float16 could not hold a state). On a GPU-less machine, `TRITON_INTERPRET=1` runs them in Triton's interpreter.
+in float32, and run products in bf16 for bf16 input, in float32 otherwise (float16 could not hold a state). Without a
+GPU, `TRITON_INTERPRET=1` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations

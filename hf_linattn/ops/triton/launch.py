@@ -42,11 +42,13 @@ def tiles(
     """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole).
 
     The largest that ptxas fits into registers for F, E <= 128. Three-pass TF32 holds each operand twice, so float32
-    gets half the state and a quarter of the tokens; 64 tokens need the warp group products of Hopper and Blackwell.
+    gets less state and fewer tokens; 64 tokens need the warp group products of Hopper and Blackwell.
     """
     whole, cut = (features, values) if over == "values" else (values, features)
     whole, half = _block(whole), dot == torch.bfloat16
-    tile = min(_block(cut), max(16, (STATE if half else STATE // 2) // whole))
+    groups = capability in WARP_GROUPS
+    state = STATE if half else STATE // (2 if groups else 4)
+    tile = min(_block(cut), max(16, state // whole))
     if over == "features":
         if not half:
             tile = min(tile, 32)
@@ -54,7 +56,7 @@ def tiles(
             tile = _block(features)  # the map mixes the features of a token
     tokens = 16
     if half:
-        tokens = 64 if capability in WARP_GROUPS and whole <= 128 else 32
+        tokens = 64 if groups and whole <= 128 else 32
     if chunk_size is not None:
         tokens = max(16, min(tokens, 1 << (chunk_size.bit_length() - 1)))
     block_f, block_e = (whole, tile) if over == "values" else (tile, whole)

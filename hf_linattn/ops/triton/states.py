@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maps import features, product, real_keys, segment, state_tile, store_state, tile, values
+from .maps import features, product, real_keys, segment, store_state, values
 
 
 @triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])

@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that need not be here, and report registers, spills and shared memory.
 
-    python tests/ops/triton/compile_report.py [--targets 80,90,100] [--dims 64,128] [--dtypes bf16,fp32] [--json]
+    python tests/ops/triton/compile_report.py [--targets 80,90,100] [--dims 64,128] [--dtypes bf16,fp32]
 
 Triton compiles ahead of time without a GPU; cuobjdump, which ships with it, says what the kernel takes.
 """
@@ -58,8 +58,9 @@ def constants(name, over, dim, dtype, capability, group, map_name):
 
 
 def compile_kernel(name, capability, dim, dtype, group=1, map_name="elu1"):
-    """(registers, spilled bytes, shared bytes) of one kernel."""
+    """What one kernel takes: registers a thread, spilled bytes a thread, shared bytes a block, and its tile."""
     kernel, over = KERNELS[name]
+    dtype_name, dtype = dtype, DTYPES[dtype]
     every, warps = constants(name, over, dim, dtype, capability, group, map_name)
     element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     signature, fixed, attributes = {}, {}, {}
@@ -85,7 +86,8 @@ def compile_kernel(name, capability, dim, dtype, group=1, map_name="elu1"):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        return {"kernel": name, "sm": capability, "dim": dim, **usage(file.name, compiled), "warps": warps, **shape(every)}
+        row = {"kernel": name, "sm": capability, "dim": dim, "dtype": dtype_name, "warps": warps}
+        return row | usage(file.name, compiled) | {"limit": SHARED_LIMIT[capability]} | shape(every)
 
 
 def shape(every):
@@ -107,28 +109,37 @@ def main():
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--map", default="elu1")
-    parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--group", type=int, default=1, help="query heads a key head serves")
+    parser.add_argument("--json", help="a list of [target, dim, dtype, kernels] instead; prints JSON")
     arguments = parser.parse_args()
+    if arguments.json:
+        jobs = json.loads(arguments.json)
+    else:
+        dims, targets = (list(map(int, value.split(","))) for value in (arguments.dims, arguments.targets))
+        jobs = [
+            (target, dim, dtype, kernel)
+            for dtype in arguments.dtypes.split(",")
+            for dim in dims
+            for kernel in arguments.kernels.split(",")
+            for target in targets
+        ]
+        print(f"{'kernel':12}{'sm':>4}{'D=E':>5} {'dtype':6}{'regs':>5}{'spill':>7}{'shared':>8}{'warps':>6}  tile")
     rows = []
-    if not arguments.json:
-        print(f"{'kernel':12}{'sm':>4}{'D=E':>5} {'dtype':6}{'regs':>5}{'spill':>7}{'shared':>8}{'warps':>6}  tile", flush=True)
-    for dtype in arguments.dtypes.split(","):
-        for dim in map(int, arguments.dims.split(",")):
-            for name in arguments.kernels.split(","):
-                for capability in map(int, arguments.targets.split(",")):
-                    row = compile_kernel(name, capability, dim, DTYPES[dtype], arguments.group, arguments.map)
-                    row["dtype"] = dtype
-                    rows.append(row)
-                    if not arguments.json:
-                        tile = " ".join(f"{key}={row[key]}" for key in ("BT", "BF", "BE") if key in row)
-                        print(
-                            f"{name:12}{capability:>4}{dim:>5} {dtype:6}{row['registers']:>5}{row['spilled']:>7}"
-                            f"{row['shared']:>8}{row['warps']:>6}  {tile}",
-                            flush=True,
-                        )
+    for target, dim, dtype, kernels in jobs:
+        for name in kernels.split(","):
+            rows.append(compile_kernel(name, target, dim, dtype, arguments.group, arguments.map))
+            if not arguments.json:
+                print(line(rows[-1]), flush=True)
     if arguments.json:
         print(json.dumps(rows))
+
+
+def line(row):
+    tile = " ".join(f"{key}={row[key]}" for key in ("BT", "BF", "BE") if key in row)
+    return (
+        f"{row['kernel']:12}{row['sm']:>4}{row['dim']:>5} {row['dtype']:6}{row['registers']:>5}{row['spilled']:>7}"
+        f"{row['shared']:>8}{row['warps']:>6}  {tile}"
+    )
 
 
 if __name__ == "__main__":

@@ -33,3 +33,27 @@ def round_to_nearest(monkeypatch):
         return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
 
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
+
+
+@pytest.fixture(autouse=True)
+def patch_the_language_once(monkeypatch):
+    """The interpreter looks for what to patch at every call of a @triton.jit helper; once a launch is enough."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    patch, restore, done = interpreter._patch_builtin, interpreter._LangPatchScope.restore, set()
+
+    def patch_once(package, *arguments):
+        if package not in done:
+            done.add(package)
+            patch(package, *arguments)
+
+    def restore_and_forget(scope):
+        done.clear()
+        restore(scope)
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", patch_once)
+    monkeypatch.setattr(interpreter._LangPatchScope, "restore", restore_and_forget)

@@ -13,15 +13,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [case for case in golden_cases() if case["causal"]]
 
 
+def tensor(case, key):
+    return torch.tensor(case[key], dtype=torch.float32, device=DEVICE)[None]
+
+
 @pytest.mark.parametrize("name", sorted({case["feature_map"] for case in CASES}))
 def test_stored_cases(name):
     for i, case in enumerate(CASES):
         if case["feature_map"] != name:
             continue
         start = case.get("resumed_at", 0)
-        tensor = lambda key: torch.tensor(case[key], dtype=torch.float32, device=DEVICE)[None]  # noqa: E731
-        q, k, v = (tensor(key)[:, start:].requires_grad_() for key in "qkv")
-        state = (tensor("mu0"), tensor("nu0")) if "mu0" in case else None
+        q, k, v = (tensor(case, key)[:, start:].requires_grad_() for key in "qkv")
+        state = (tensor(case, "mu0"), tensor(case, "nu0")) if "mu0" in case else None
         bounds = torch.tensor(case["cu_seqlens"]) if "cu_seqlens" in case else None
         mask = torch.tensor(case["mask"][start:], dtype=torch.bool, device=DEVICE)[None]
         feature_map = name
@@ -36,7 +39,7 @@ def test_stored_cases(name):
             if key in expected:
                 assert_close(actual[0].cpu(), expected[key], 1e-5, f"case {i}: {key}")
         if "grad_out" in case:
-            out.backward(tensor("grad_out"))
+            out.backward(tensor(case, "grad_out"))
             # a gradient is a difference of terms of size v / denominator: that is what its rounding is relative to
             ones = replace(made, v=torch.ones_like(v), initial_state=None, normalize=False)
             denominators = ones.solve(name.removesuffix("_identity"))[0].detach()
