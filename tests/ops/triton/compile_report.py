@@ -19,7 +19,8 @@ from triton.compiler import ASTSource
 
 from hf_linattn.ops.triton import backward, decode, forward, launch, states
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may have (CUDA programming guide)
+# bytes that a block may have, by compute capability (CUDA programming guide)
+SHARED_LIMIT = {cc: size * 1024 for cc, size in {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOATS = ("mu", "nu", "denominator", "delta", "sums", "initial", "final")  # pointers to float32, by how names begin
 KERNELS = {
@@ -70,7 +71,7 @@ def compile_kernel(name, capability, dim, dtype, group=1, map_name="elu1"):
             signature[argument], fixed[(index,)] = "constexpr", every[argument]
         elif re.fullmatch("[qkvo]_d", argument):  # contiguous heads
             signature[argument], fixed[(index,)] = "constexpr", 1
-        elif argument in ("bounds", "first_segment"):
+        elif argument in ("bounds", "first_segment") and not every["PACKED"]:
             signature[argument], fixed[(index,)] = "constexpr", None
         elif re.fullmatch("[qkvo]_[bth]", argument):
             signature[argument], attributes[(index,)] = "i32", [["tt.divisibility", 16]]
@@ -78,7 +79,7 @@ def compile_kernel(name, capability, dim, dtype, group=1, map_name="elu1"):
             signature[argument] = "i32"
         else:
             kind = "*fp32" if argument.startswith(FLOATS) else element
-            kind = {"key_mask": "*u8", "tickets": "*i32"}.get(argument, kind)
+            kind = {"key_mask": "*u8", "tickets": "*i32", "bounds": "*i64", "first_segment": "*i64"}.get(argument, kind)
             signature[argument], attributes[(index,)] = kind, [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, fixed, attributes)
     options = {"num_warps": warps, "num_stages": 1}
