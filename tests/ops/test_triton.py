@@ -103,19 +103,20 @@ def test_a_gpu_runs_the_kernels_or_says_once_why_not(monkeypatch):
 
 @needs_triton
 def test_compiled_kernels_fit_their_gpus(tmp_path):
-    """No register is spilled and the shared memory exists; `compile_report.py` by itself prints every combination."""
+    """No register is spilled and the shared memory exists. These are the tightest; `compile_report.py` by itself prints
+    every combination."""
     everything = "forward,grad query,grad key,grad value,key sums,query sums,scan,delta,decode"
     jobs = [
         (90, 128, "bf16", everything),
-        (80, 128, "bf16", "forward,grad key"),
-        (100, 64, "bf16", "forward,grad key"),
-        (90, 64, "fp32", "forward,grad key"),
+        (80, 64, "bf16", "grad key"),
+        (100, 64, "bf16", "grad key"),
+        (90, 64, "fp32", "grad key"),
     ]
     result = run(FOLDER / "compile_report.py", "--json", json.dumps(jobs), TRITON_CACHE_DIR=str(tmp_path),
                  PYTHONPATH=str(ROOT), TRITON_INTERPRET="0")  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads(result.stdout.splitlines()[-1])
-    assert len(rows) == len(everything.split(",")) + 6
+    assert len(rows) == len(everything.split(",")) + 3
     for row in rows:
         print(*(f"{key}={value}" for key, value in row.items()))
         assert row["spilled"] == 0, row

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-STATE = 8192  # float32 entries of a state tile: 32 registers a thread with 8 warps
+STATE = 4096  # float32 entries of a state tile: 32 registers a thread with 4 warps
 WARP_GROUPS = (90, 100, 103)  # compute capabilities whose products run on four warps and 64 rows at a time
 SEGMENT = 256  # tokens that a segment has at least: shorter ones spend more on their states than they win
 
@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
     warps: int
 
     def constants(self) -> dict[str, int]:
-        return {"BT": self.tokens, "BF": self.features, "BE": self.values, "num_warps": self.warps, "num_stages": 1}
+        return {"BT": self.tokens, "BF": self.features, "BE": self.values, "num_warps": self.warps, "num_stages": 2}
 
 
 def _block(size: int) -> int:
@@ -41,32 +41,28 @@ def tiles(
 ) -> Tiles:
     """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole).
 
-    The largest that ptxas fits into registers for F, E <= 128. Three-pass TF32 holds each operand twice, so float32
-    gets less state and fewer tokens; 64 tokens need the warp group products of Hopper and Blackwell.
+    The largest that ptxas fits into registers for F, E <= 128; three-pass TF32 holds each operand twice, so float32
+    gets less. A product of 64 rows keeps four warps busy on Hopper and Blackwell, whose warps multiply in groups; more
+    warps would repeat its work.
     """
     whole, cut = (features, values) if over == "values" else (values, features)
-    whole, half = _block(whole), dot == torch.bfloat16
-    groups = capability in WARP_GROUPS
-    state = STATE if half else STATE // (2 if groups else 4)
-    tile = min(_block(cut), max(16, state // whole))
-    if over == "features":
-        if not half:
-            tile = min(tile, 32)
-        if map_name == "softmax":
-            tile = _block(features)  # the map mixes the features of a token
-    tokens = 16
-    if half:
-        tokens = 64 if groups and whole <= 128 else 32
+    whole, half, groups = _block(whole), dot == torch.bfloat16, capability in WARP_GROUPS
+    tile = min(_block(cut), max(16, STATE // whole))
+    tokens, warps = (64 if groups and whole <= 128 else 32, 4) if half else (16, 4 if whole <= 64 else 8)
+    if not half or (over == "features" and not groups):
+        tile = min(tile, 32)
+    if over == "features" and map_name == "softmax":
+        tile = _block(features)  # the map mixes the features of a token
+        warps = 8 if whole * tile > STATE else warps
     if chunk_size is not None:
         tokens = max(16, min(tokens, 1 << (chunk_size.bit_length() - 1)))
     block_f, block_e = (whole, tile) if over == "values" else (tile, whole)
-    warps = 4 if half and over == "values" and whole * tile <= STATE // 2 else 8
     return Tiles(tokens, block_f, block_e, triton.cdiv(cut, tile), warps)
 
 
 def softmax_fits(features: int, values: int) -> bool:
     """Whether a state tile may hold all features, which a fused softmax needs in the backward."""
-    return _block(features) * _block(values) <= 2 * STATE
+    return _block(features) * _block(values) <= 4 * STATE
 
 
 def dot_dtype(q_dtype: torch.dtype, v_dtype: torch.dtype) -> torch.dtype:

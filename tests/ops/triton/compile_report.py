@@ -37,14 +37,14 @@ KERNELS = {
 
 
 def constants(name, over, dim, dtype, capability, group, map_name):
-    """The constexpr arguments that the package would pass, every option on; and the number of warps."""
+    """The constexpr arguments that the package would pass, every option on; and the compiler's options."""
     every = {
         "F": dim, "E": dim, "G": group, "MAP": map_name, "PACKED": False, "HAS_MASK": True, "HAS_START": True,
         "HAS_END": True, "NORMALIZE": True, "KEEP_DENOMINATOR": True, "KEEP_END": True, "KEEP_START": True,
         "REVERSE": False, "HAS_INITIAL": True, "KEEP_FINAL": True, "SHARED": True, "BLOCK": 1024,
         **launch.products(dtype, dtype),
     }  # fmt: skip
-    warps = 4
+    warps, stages = 4, 1
     if name == "delta":
         every |= {"BT": 32, "BE": dim}
     elif name == "decode":
@@ -53,16 +53,16 @@ def constants(name, over, dim, dtype, capability, group, map_name):
         tiles = launch.tiles(over, dim, dim, launch.dot_dtype(dtype, dtype), capability, None, map_name)
         tile = tiles.constants()
         warps = tile.pop("num_warps")
-        tile.pop("num_stages")
+        stages = tile.pop("num_stages")
         every |= tile
-    return every, warps
+    return every, {"num_warps": warps, "num_stages": stages}
 
 
 def compile_kernel(name, capability, dim, dtype, group=1, map_name="elu1"):
     """What one kernel takes: registers a thread, spilled bytes a thread, shared bytes a block, and its tile."""
     kernel, over = KERNELS[name]
     dtype_name, dtype = dtype, DTYPES[dtype]
-    every, warps = constants(name, over, dim, dtype, capability, group, map_name)
+    every, options = constants(name, over, dim, dtype, capability, group, map_name)
     element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     signature, fixed, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -82,12 +82,11 @@ def compile_kernel(name, capability, dim, dtype, group=1, map_name="elu1"):
             kind = {"key_mask": "*u8", "tickets": "*i32", "bounds": "*i64", "first_segment": "*i64"}.get(argument, kind)
             signature[argument], attributes[(index,)] = kind, [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, fixed, attributes)
-    options = {"num_warps": warps, "num_stages": 1}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        row = {"kernel": name, "sm": capability, "dim": dim, "dtype": dtype_name, "warps": warps}
+        row = {"kernel": name, "sm": capability, "dim": dim, "dtype": dtype_name, "warps": options["num_warps"]}
         return row | usage(file.name, compiled) | {"limit": SHARED_LIMIT[capability]} | shape(every)
 
 
