@@ -42,15 +42,16 @@ def tiles(
     """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole).
 
     The largest that ptxas fits into registers for F, E <= 128; three-pass TF32 holds each operand twice, so float32
-    gets less. A product of 64 rows keeps four warps busy on Hopper and Blackwell, whose warps multiply in groups; more
-    warps would repeat its work.
+    gets less. A product of 64 rows keeps four warps busy on Hopper and Blackwell, whose warps multiply in groups, and
+    one of 32 keeps two to four busy elsewhere; more warps would repeat its work, and only hold more registers.
     """
     whole, cut = (features, values) if over == "values" else (values, features)
     whole, half, groups = _block(whole), dot == torch.bfloat16, capability in WARP_GROUPS
     tile = min(_block(cut), max(16, STATE // whole))
-    tokens, warps = (64 if groups and whole <= 128 else 32, 4) if half else (16, 4 if whole <= 64 else 8)
+    tokens = (64 if groups and whole <= 128 else 32) if half else 16
+    warps = 4 if whole <= 64 or (half and capability < 100) else 8
     if not half or (over == "features" and not groups):
-        tile = min(tile, 32)
+        tile = min(tile, 32 if half or groups or whole <= 64 else 16)
     if over == "features" and map_name == "softmax":
         tile = _block(features)  # the map mixes the features of a token
         warps = 8 if whole * tile > STATE else warps
