@@ -35,6 +35,8 @@ def unsupported(
         return "triton is not installed (pip install triton)"
     if q.device.type != "cuda" and not (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"q is on {q.device.type!r}, and the kernels need a CUDA or ROCm GPU"
+    if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(q.device)} has neither bfloat16 nor TF32 products"
     if not causal:
         return "causal=False has no kernel"
     wrong = [str(x.dtype) for x in (q, k, v) if x.dtype not in (torch.float32, torch.bfloat16, torch.float16)]

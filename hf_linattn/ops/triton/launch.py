@@ -20,16 +20,23 @@ SEGMENT = 256  # tokens that a segment has at least: shorter ones spend more on 
 
 
 class Tiles(NamedTuple):
-    """Constants of a kernel: tokens, features and values of a tile, tiles over the grid, warps."""
+    """Constants of a kernel: tokens, features and values of a tile, tiles over the grid, warps, stages."""
 
     tokens: int
     features: int
     values: int
     count: int
     warps: int
+    stages: int
 
     def constants(self) -> dict[str, int]:
-        return {"BT": self.tokens, "BF": self.features, "BE": self.values, "num_warps": self.warps, "num_stages": 2}
+        return {
+            "BT": self.tokens,
+            "BF": self.features,
+            "BE": self.values,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
 
 def _block(size: int) -> int:
@@ -42,7 +49,7 @@ def tiles(
     """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole).
 
     The largest that ptxas fits into registers for F, E <= 128; three-pass TF32 holds each operand twice, so float32
-    gets less. A product of 64 rows keeps four warps busy on Hopper and Blackwell, whose warps multiply in groups, and
+    gets less (and at 128 still spills up to 48 bytes a thread). A product of 64 rows keeps four warps busy on Hopper and Blackwell, whose warps multiply in groups, and
     one of 32 keeps two to four busy elsewhere; more warps would repeat its work, and only hold more registers.
     """
     whole, cut = (features, values) if over == "values" else (values, features)
@@ -51,14 +58,15 @@ def tiles(
     tokens = (64 if groups and whole <= 128 else 32) if half else 16
     warps = 4 if whole <= 64 or (half and capability < 100) else 8
     if not half or (over == "features" and not groups):
-        tile = min(tile, 32 if half or groups or whole <= 64 else 16)
+        tile = min(tile, 32 if half or whole <= 64 else 16)
     if over == "features" and map_name == "softmax":
         tile = _block(features)  # the map mixes the features of a token
         warps = 8 if whole * tile > STATE else warps
     if chunk_size is not None:
         tokens = max(16, min(tokens, 1 << (chunk_size.bit_length() - 1)))
     block_f, block_e = (whole, tile) if over == "values" else (tile, whole)
-    return Tiles(tokens, block_f, block_e, triton.cdiv(cut, tile), warps)
+    stages = 2 if whole <= (128 if half else 64) else 1  # prefetching wider chunks takes more shared memory than 99 KB
+    return Tiles(tokens, block_f, block_e, triton.cdiv(cut, tile), warps, stages)
 
 
 def softmax_fits(features: int, values: int) -> bool:

@@ -118,6 +118,36 @@ def test_a_token_reads_and_writes_its_state_once(moved, E):
     assert stored == 2 * B * Hq * E + 4 * B * Hk * (F * E + F) + tickets
 
 
+def test_products_are_those_of_the_model(monkeypatch):
+    """Where no tile is padded, the operations of every product add up to the docstrings' flops."""
+    done, running, run, dot = {}, [], GridExecutor.__call__, InterpreterBuilder.create_dot
+
+    def counted_run(self, *args, **kwargs):
+        running.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    def counted_dot(self, a, b, *rest):
+        (rows, inner), columns = a.data.shape, b.data.shape[1]
+        done[running[-1]] = done.get(running[-1], 0) + 2 * rows * inner * columns
+        return dot(self, a, b, *rest)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted_run)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counted_dot)
+    B, T, Hq, Hk, F, E, BT = 1, 32, 2, 1, 64, 128, 16
+    made = random_problem(B, T, Hq, Hk, F, E, dtype=torch.float32).leaves()
+    out, _ = triton_linear_attention(made.q, made.k, made.v, feature_map="elu1", chunk_size=BT)
+    torch.autograd.grad(out.sum(), made.tensors())
+    X, Y = (launch.tiles(over, F, E, torch.float32, 0, BT, "elu1").count for over in ("values", "features"))
+    assert min(X, Y) > 1
+    own, states = Hq * BT * (F + E), (Hq + Hk) * F * E
+    assert done == {
+        "forward_kernel": 2 * B * T * (own + (X - 1) * Hq * BT * F + states),
+        "grad_query_kernel": 2 * B * T * (own + (Y - 1) * Hq * BT * E + states),
+        "grad_key_kernel": 2 * B * T * (own + (Y - 1) * Hq * BT * E + states),
+        "grad_value_kernel": 2 * B * T * (own + (X - 1) * Hq * BT * F + states),
+    }
+
+
 def test_traffic_of_a_long_sequence_does_not_grow_with_the_state():
     """One pass with a state in registers moves q, k, v and out once; the state itself is noise from 64 tokens on."""
     at = lambda T: models(1, T, 8, 8, 64, 64, 2, 1, 1, 1, True, False, False)["forward_kernel"]  # noqa: E731
