@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import assert_close, random_problem
 
-from hf_linattn.ops import make_feature_map, recurrent_linear_attention
+from hf_linattn.ops import LinearAttentionState, make_feature_map, recurrent_linear_attention
 from hf_linattn.ops.triton import decode, decode_step, triton_linear_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,22 +18,23 @@ def steps(T=4, mask=None, dtype=torch.float32, D=8, E=8, normalize=True, name="e
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options, name, normalize",
     [
-        {},
-        {"mask": "first"},
-        {"D": 20, "E": 80, "T": 2},
-        {"D": 256, "E": 48, "T": 2, "B": 1},
-        {"dtype": torch.bfloat16},
+        ({}, "elu1", True),
+        ({}, "softmax", True),
+        ({}, "identity", False),
+        ({"mask": "first"}, "elu1", True),
+        ({"D": 20, "E": 80, "T": 2}, "softmax", True),
+        ({"D": 256, "E": 48, "T": 2, "B": 1}, "elu1", True),
+        ({"dtype": torch.bfloat16}, "elu1", True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name, normalize", [("elu1", True), ("softmax", True), ("identity", False)])
 def test_equals_the_recurrent_form(options, name, normalize):
     (q, k, v, mask), (mu, nu) = steps(**options)
     expected, state = recurrent_linear_attention(
         q, k, v, feature_map=name, key_mask=mask, normalize=normalize, output_final_state=True,
-        initial_state=type_of_state()(mu.clone(), nu.clone()),
+        initial_state=LinearAttentionState(mu.clone(), nu.clone()),
     )  # fmt: skip
     places = mu.data_ptr(), nu.data_ptr()
     for i in range(q.shape[1]):
@@ -46,12 +47,6 @@ def test_equals_the_recurrent_form(options, name, normalize):
         assert_close(out.cpu(), expected[:, token].cpu(), 2**-8 if v.dtype == torch.bfloat16 else 1e-5)
     assert (mu.data_ptr(), nu.data_ptr()) == places
     assert_close((mu.cpu(), nu.cpu()), tuple(s.cpu() for s in state), 1e-5)
-
-
-def type_of_state():
-    from hf_linattn.ops import LinearAttentionState
-
-    return LinearAttentionState
 
 
 def test_several_tiles_share_the_key_summary():
@@ -93,7 +88,7 @@ def test_a_map_that_no_kernel_has():
 
 def test_single_token_of_the_public_form_is_the_same_and_leaves_its_state():
     (q, k, v, _), (mu, nu) = steps(T=1)
-    state = type_of_state()(mu.clone(), nu.clone())
+    state = LinearAttentionState(mu.clone(), nu.clone())
     with torch.no_grad():
         out, final = triton_linear_attention(
             q, k, v, feature_map="elu1", initial_state=state, output_final_state=True
