@@ -5,7 +5,7 @@ what comes after,
 
     dphi(Q) = (tril(hat g hat V^T) phi(K) + hat g hat mu^T) / den     hat mu = sum of earlier phi(K)^T hat V
     dphi(K) = tril(hat g hat V^T)^T p + hat V R^T                     R = sum of later p^T hat g
-    dV      = tril(p phi(K)^T)^T dout + phi(K) R
+    dV      = (tril(phi(Q) phi(K)^T) / den)^T dout + phi(K) R
 
 which is the backward of chunk.py with 1 / den moved from d hat n to phi(q): dout then goes into the products as it is.
 Each is again a causal linear attention, so each is a kernel like the forward: a program holds the columns of its
@@ -172,7 +172,7 @@ def grad_value_kernel(
 ):  # fmt: skip
     """dv: a program per (segment, key head, tile of E) sweeps from the end. For each chunk, last first
 
-        dv = phi(K) R + tril(p phi(K)^T)^T dout summed over the G query heads
+        dv = phi(K) R + (tril(phi(Q) phi(K)^T) / den)^T dout summed over the G query heads
         R += p^T dout
 
     With X = E / BE tiles: reads s B T (X Hq F + X Hk F + Hq E) + 4 X B T Hq, the mask X B T Hk, states 4 N Hk F E if
@@ -200,12 +200,15 @@ def grad_value_kernel(
         for group in range(G):
             q_head = head * G + group
             grad = values(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E, DOT)
-            p = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
+            phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
+            # keys down, queries across; divided after the product, like the forward's, which den has summed
+            weights = product(phi_k, tl.trans(phi_q.to(DOT)), None, PRECISION)
             if NORMALIZE:
                 to = (batch * T + t) * (HK * G) + q_head
-                p = p / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
-            p = p.to(DOT)
-            weights = product(phi_k, tl.trans(p), None, PRECISION)  # keys down, queries across
+                below = tl.load(denominator + to, mask=rows, other=1.0)
+                weights = weights / below[None, :]
+                phi_q = phi_q / below[:, None]
+            p = phi_q.to(DOT)
             weights = tl.where(t[:, None] <= t[None, :], weights, 0.0).to(DOT)
             result = product(weights, grad, result, PRECISION)
             mu = product(tl.trans(p), grad, mu, PRECISION)
