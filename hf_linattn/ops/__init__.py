@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-
-import torch
 from torch import Tensor
 
 from .blocks import without_autocast
@@ -58,9 +54,8 @@ def linear_attention(
             itself; states then have N rows.
         normalize: divide by phi(q) nu. Where that is 0 (no key yet) the output and its gradient are 0.
         chunk_size: tokens per chunk; changes speed only. `None` picks by shape.
-        backend: `"torch"` for pure PyTorch, `"triton"` for the GPU kernels, or `"auto"`: the kernels on a GPU, where
-            they can run the call (a warning says why not, once), else PyTorch. Under `torch.compile`, which fuses the
-            PyTorch form itself, `"auto"` is PyTorch.
+        backend: `"torch"` for pure PyTorch, `"triton"` for the GPU kernels of the causal form. `"auto"` is PyTorch
+            until the kernels, proven in Triton's interpreter, have run on a GPU.
 
     Returns:
         `out` [B, T, Hq, E] in the dtype of v, and the final state ([B, Hk, F, E] and [B, Hk, F], float32, float64
@@ -75,7 +70,7 @@ def linear_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; choose one of {list(BACKENDS)}")
-    if _uses_kernels(backend, q, k, v, feature_map, causal):
+    if backend == "triton":
         from . import triton
 
         form = without_autocast(triton.triton_linear_attention)
@@ -94,24 +89,6 @@ def linear_attention(
         normalize=normalize,
         chunk_size=chunk_size,
     )
-
-
-def _uses_kernels(backend, q, k, v, feature_map, causal) -> bool:
-    if backend != "auto":
-        return backend == "triton"
-    if q.device.type != "cuda" or torch.compiler.is_compiling():
-        return False
-    from . import triton
-
-    reason = triton.unsupported(q, k, v, feature_map=feature_map, causal=causal)
-    if reason is not None:
-        _say_once(f"linear attention runs in PyTorch, without Triton kernels: {reason}")
-    return reason is None
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 __all__ = [

@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from reference import random_problem
 
-from hf_linattn import ops
 from hf_linattn.ops import linear_attention, triton
 
 ROOT = Path(__file__).parents[2]
@@ -77,25 +75,6 @@ def test_what_the_kernels_cannot_do(monkeypatch):
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(triton, "_installed", lambda: False)
     assert "triton is not installed" in triton.unsupported(*small())
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU: enough to ask the dispatcher."""
-
-    device = torch.device("cuda")
-
-
-def test_a_gpu_runs_the_kernels_or_says_once_why_not(monkeypatch):
-    q, k, v = (x.as_subclass(OnGpu) for x in small())
-    ask = lambda backend="auto": ops._uses_kernels(backend, q, k, v, "elu1", True)  # noqa: E731
-    monkeypatch.setattr(triton, "unsupported", lambda *args, **kwargs: None)
-    assert ask()
-    assert not ask("torch")
-    monkeypatch.setattr(triton, "unsupported", lambda *args, **kwargs: "the moon is full")
-    with pytest.warns(UserWarning, match="runs in PyTorch, without Triton kernels: the moon is full"):
-        assert not ask()
-    with warnings.catch_warnings(action="error"):
-        assert not ask()
 
 
 # ---- what they compile to
