@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 
 from ..cache import adopt_cache, linear_layers
+from .checks import check_continuation, check_token_ids, covered_tokens
 
 # Beside its draft, a model of another tokenizer takes back tokens that were accepted, where text is divided anew.
 REENCODED = 64
@@ -40,8 +41,6 @@ class AssistedDecodingMixin:
             ValueError: before the cache is touched, for ids, a mask or a cache that do not fit, a batch of more than
                 one row, and what cannot start from a filled cache.
         """
-        from . import _check_continuation, check_token_ids  # the package imports this module before it defines them
-
         cache, batch = kwargs.get("cache"), input_ids.shape[0]
         if cache is None:
             raise ValueError("assisted decoding undoes rejected drafts in a cache: drop use_cache=False")
@@ -51,7 +50,7 @@ class AssistedDecodingMixin:
             raise ValueError(f"assisted decoding takes one row at a time, got {batch}: call generate() for each")
         past = int(cache.get_seq_length())
         if kwargs.get("inputs_embeds") is None:
-            _check_continuation(input_ids, generation_config, kwargs, past)
+            check_continuation(input_ids, generation_config, kwargs, past)
         adopt_cache(cache, self.config.get_text_config(decoder=True), batch)
         if past:
             _check_start(input_ids, generation_config, kwargs, past)
@@ -138,9 +137,7 @@ class _Assisted:
 
 def _is_whole(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict) -> bool:
     """Whether the ids are the full history and not only what is new: as long as the mask, which covers all."""
-    mask = model_kwargs.get("attention_mask")
-    covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", -1)
-    return covered in (-1, input_ids.shape[1])
+    return covered_tokens(generation_config, model_kwargs) in (-1, input_ids.shape[1])
 
 
 def _check_start(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict, past: int) -> None:

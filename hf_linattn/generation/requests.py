@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import (
 
 from ..cache import LinearAttentionCache
 from ..cache.rows import share_prefix
+from .columns import Columns
 from .sampling import Processors
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class Request:
     error: str | None = None
     created_time: float = field(default_factory=time.perf_counter)
     lifespan: tuple[float, float] = (-1, -1)
-    _ids: Tensor | None = None
-    _written: int = 0
+    _ids: Columns | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -108,20 +108,12 @@ class Request:
         self.children = []
 
     def ids(self, device: torch.device) -> Tensor:
-        """Prompt and tokens [1, n]: a view of a buffer that grows by doubling, to which only new tokens are written."""
-        count = len(self.prompt) + len(self.tokens)
-        if self._ids is None or self._ids.shape[1] < count:
-            grown = torch.empty(1, max(64, 2 * count), dtype=torch.long, device=device)
-            if self._ids is not None:
-                grown[:, : self._written] = self._ids[:, : self._written]
-            self._ids = grown
-        if self._written < count:
-            start = len(self.prompt)
-            new = self.tokens[self._written - start :] if self._written >= start else self.prompt + self.tokens
-            first = count - len(new)
-            self._ids[0, first:count] = torch.tensor(new, device=device)
-            self._written = count
-        return self._ids[:, :count]
+        """Prompt and tokens [1, n], in a buffer to which only new tokens are written."""
+        if self._ids is None:
+            self._ids = Columns(torch.tensor([self.prompt], device=device), None)
+        for token in self.tokens[self._ids.length - len(self.prompt) :]:
+            self._ids.append(token)
+        return self._ids.view
 
     def output(self, count: int | None = None) -> GenerationOutput:
         """What transformers hands out for a request: as it stands, or as it stood at `count` tokens, before its end."""

@@ -12,9 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from ..cache import Recorded, prefetch_next
 from ..ops import attention_weights, linear_attention, make_feature_map
-from .short_conv import ShortConvolution
+from .short_conv import FEW_TOKENS, ShortConvolution
 
-FEW_TOKENS = 32  # a step, or the draft of one
 NORMALIZERS = ("denominator", "rmsnorm", "none")
 ROPE_POSITIONS = ("before", "none")
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..cache import next_tail, real_first
 
-FEW_TOKENS = 32  # for so few, one product over all windows beats a sum of taps, at K times the memory
+FEW_TOKENS = 32  # a step, or the draft of one: the number of operations counts, and not their size
 
 
 class ShortConvolution(nn.Module):
@@ -71,7 +71,7 @@ class ShortConvolution(nn.Module):
             return (window * self.weight.t()).sum(1, keepdim=True), new_tail
         if length <= FEW_TOKENS and key_mask is None and segments is None:
             padded = torch.cat([tail.to(x.dtype), x], 1)
-            windows = padded.unfold(1, self.kernel_size, 1)  # [B, T, C, K]
+            windows = padded.unfold(1, self.kernel_size, 1)  # [B, T, C, K], at K times the memory of x
             return (windows * self.weight).sum(-1), padded[:, -reach:].clone()
         new_tail = next_tail(tail, x, key_mask)
         if key_mask is not None:

@@ -237,7 +237,7 @@ def test_processors_see_a_history_they_may_keep():
 
 
 def test_ids_outgrow_their_first_buffer(monkeypatch):
-    monkeypatch.setattr("hf_linattn.generation.loop.FIRST_CAPACITY", 2)
+    monkeypatch.setattr("hf_linattn.generation.columns.FIRST_CAPACITY", 2)
     model = make_model("hybrid")
     options = {"do_sample": True, "repetition_penalty": 1.2}
     ours = generate(model, "our", PADDED, **options)
