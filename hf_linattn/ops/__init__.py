@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from . import backends
+from .backends import BACKENDS
 from .blocks import without_autocast
 from .chunk import chunk_linear_attention as _chunk
 from .feature_maps import FEATURE_MAPS, FeatureMap, feature_map_class, make_feature_map, register_feature_map
+from .inputs import resolve_feature_map
 from .parallel import attention_weights as _attention_weights
 from .parallel import parallel_linear_attention as _parallel
 from .recurrent import recurrent_linear_attention as _recurrent
@@ -16,8 +19,6 @@ parallel_linear_attention = without_autocast(_parallel)
 chunk_linear_attention = without_autocast(_chunk)
 recurrent_linear_attention = without_autocast(_recurrent)
 attention_weights = without_autocast(_attention_weights)
-
-BACKENDS = ("auto", "torch", "triton")
 
 
 def linear_attention(
@@ -54,8 +55,9 @@ def linear_attention(
             itself; states then have N rows.
         normalize: divide by phi(q) nu. Where that is 0 (no key yet) the output and its gradient are 0.
         chunk_size: tokens per chunk; changes speed only. `None` picks by shape.
-        backend: `"torch"` for pure PyTorch, `"triton"` for the GPU kernels of the causal form. `"auto"` is PyTorch
-            until the kernels, proven in Triton's interpreter, have run on a GPU.
+        backend: `"torch"` for pure PyTorch, `"native"` for the CPU kernels and `"triton"` for the GPU kernels of the
+            causal form. `"auto"` takes the native kernels where they can run the call, and PyTorch otherwise (a
+            warning says so, once, where the machine is the reason); `HF_LINATTN_BACKEND` names another first choice.
 
     Returns:
         `out` [B, T, Hq, E] in the dtype of v, and the final state ([B, Hk, F, E] and [B, Hk, F], float32, float64
@@ -64,18 +66,22 @@ def linear_attention(
     Raises:
         ValueError: shapes that do not fit, T or S of 0, Hq not a multiple of Hk, a mask that is not 0 / 1, a signed
             map with `normalize=True`, an unknown map or backend. The message names the argument and the choices.
-        RuntimeError: `backend="triton"` cannot run this call here; the message says why.
+        RuntimeError: the backend asked for by name cannot run this call here; the message says why.
 
     Source: Katharopoulos et al. 2020, arXiv:2006.16236.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; choose one of {list(BACKENDS)}")
-    if backend == "triton":
-        from . import triton
-
-        form = without_autocast(triton.triton_linear_attention)
+    feature_map = resolve_feature_map(feature_map, q)
+    if not q.dim() == k.dim() == v.dim() == 4:
+        backend = "torch"  # which says what is wrong
+    if backend == "auto":
+        backend = backends.choose(q, k, v, feature_map=feature_map, causal=causal).backend
+    if backend == "torch":
+        is_step = causal and q.dim() == 4 and q.shape[1] == 1
+        form = recurrent_linear_attention if is_step else chunk_linear_attention
     else:
-        form = recurrent_linear_attention if causal and q.dim() == 4 and q.shape[1] == 1 else chunk_linear_attention
+        form = without_autocast(backends.form(backend))
     return form(
         q,
         k,

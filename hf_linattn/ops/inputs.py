@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,13 @@ def resolve_feature_map(feature_map: FeatureMap | str | None, q: Tensor) -> Feat
         raise ValueError(
             f"feature_map={feature_map!r} has parameters: pass an instance (make_feature_map), not its name"
         )
-    return cls(q.shape[-1])
+    return _parameter_free(cls, q.shape[-1])
+
+
+@functools.cache
+def _parameter_free(cls: type[FeatureMap], head_dim: int) -> FeatureMap:
+    """One instance serves every call: it holds nothing but its size."""
+    return cls(head_dim)
 
 
 def check_inputs(

@@ -40,14 +40,6 @@ def small(dtype=torch.float32, D=8, E=8):
     return made.q, made.k, made.v
 
 
-def test_a_cpu_runs_pytorch_without_a_word(recwarn):
-    q, k, v = small()
-    expected, _ = linear_attention(q, k, v, feature_map="elu1", backend="torch")
-    out, _ = linear_attention(q, k, v, feature_map="elu1")
-    assert torch.equal(out, expected)
-    assert not recwarn
-
-
 def test_kernels_asked_for_by_name_say_why_they_cannot_run():
     with pytest.raises(RuntimeError, match="backend='triton' cannot run this call: .*(GPU|not installed)") as caught:
         linear_attention(*small(), feature_map="elu1", backend="triton")

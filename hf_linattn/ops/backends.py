@@ -1,0 +1,82 @@
+"""Which code runs a call: PyTorch everywhere, C kernels on a CPU, Triton kernels on a GPU.
+
+    torch     any device, dtype, map and form; what the others are compared with
+    native    the causal form on a CPU, float32 and bfloat16; compiled by the machine's own C compiler (native/)
+    triton    the causal form on a GPU (triton/)
+
+`backend="auto"` takes the native kernels where they can run a call on a CPU, and PyTorch otherwise: on a GPU too, until
+the Triton kernels, proven in Triton's interpreter, have run on one. The environment variable `HF_LINATTN_BACKEND` names
+another first choice for `"auto"`. A first choice that cannot run here is said once, in a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .feature_maps import FeatureMap
+from .state import LinearAttentionState
+
+BACKENDS = ("auto", "torch", "native", "triton")
+VARIABLE = "HF_LINATTN_BACKEND"
+
+
+class Choice(NamedTuple):
+    """A backend, and in one line why it is the one."""
+
+    backend: str
+    reason: str
+
+
+def kernels(backend: str) -> ModuleType:
+    """The package of a backend other than `"torch"`, imported on first use."""
+    return importlib.import_module(f".{backend}", __package__)
+
+
+def form(backend: str) -> Callable[..., tuple[Tensor, LinearAttentionState | None]]:
+    """The function of a backend other than `"torch"`, with the signature of the torch forms."""
+    return getattr(kernels(backend), f"{backend}_linear_attention")
+
+
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap | str | None = None, causal: bool = True
+) -> Choice:
+    """What `backend="auto"` takes for this call.
+
+    Raises:
+        ValueError: `HF_LINATTN_BACKEND` names no backend.
+    """
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in BACKENDS:
+        raise ValueError(f"{VARIABLE}={wanted!r} is unknown; choose one of {list(BACKENDS)}")
+    if wanted == "torch":
+        return Choice("torch", f"{VARIABLE} names it")
+    if wanted == "auto" and q.device.type != "cpu":
+        return Choice("torch", "the Triton kernels run by name only, until they have run on a GPU")
+    if torch.compiler.is_compiling():
+        return Choice("torch", "torch.compile fuses the PyTorch form itself")
+    if torch._C._len_torch_dispatch_stack():
+        return Choice("torch", "a dispatch mode is on (fake tensors, a count of operations), which sees only PyTorch")
+    name = "native" if wanted == "auto" else wanted
+    if name == "native" and causal and q.shape[1] == 1:
+        return Choice("torch", "one token is a recurrence, a handful of calls in PyTorch")
+    reason = kernels(name).unsupported(q, k, v, feature_map=feature_map, causal=causal)
+    if reason is None:
+        return Choice(name, f"{VARIABLE} names it" if wanted == name else "the fastest here")
+    # what no CPU kernel is made for is not worth a word; a kernel that was asked for, or that this machine lacks, is
+    if wanted == name or reason == kernels("native").missing():
+        _say_once(f"linear attention runs in PyTorch, without {name} kernels: {reason}")
+    return Choice("torch", f"no {name} kernel: {reason}")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
