@@ -321,3 +321,91 @@ def test_keys_and_values_are_refused():
         cache.update(torch.zeros(3, 2, 1, 8), torch.zeros(3, 2, 1, 8), 0)
     assert cache.layers[1].keys.shape == (3, 2, 5, 8)
     assert make_config("hybrid").layer_types == [LINEAR, FULL, LINEAR]
+
+
+# ---- written in place, or not
+
+
+def addresses(cache):
+    """Where each state lies; the layers' own names, since to look at `mu` is to hold it."""
+    return [(layer._mu.data_ptr(), layer._nu.data_ptr()) for layer in cache.layers if hasattr(layer, "_mu")]
+
+
+@pytest.mark.parametrize("kind", ["own", "dynamic", "static"])
+@each_name
+def test_a_decoding_step_writes_into_the_state(name, kind):
+    model, cache = filled(name, kind)
+    model(random_ids(3, 1), cache=cache)
+    before = addresses(cache)
+    for _ in range(3):
+        model(random_ids(3, 1), cache=cache)
+    assert addresses(cache) == before
+    assert cache.get_seq_length() == 9
+
+
+def test_a_padding_token_leaves_the_state():
+    model, cache = filled("linear")
+    before = [tensor.clone() for tensor in states(cache)]
+    cache = filled("linear")[1]
+    mask = torch.ones(3, 6, dtype=torch.long)
+    mask[1, -1] = 0
+    assert all(layer.owns_state for layer in cache.layers)
+    model(random_ids(3, 1), attention_mask=mask, cache=cache)
+    changed = [(a != b).flatten(1).any(1).tolist() for a, b in zip(states(cache), before, strict=True)]
+    assert changed == [[True, False, True]] * len(changed)
+
+
+@each_name
+def test_a_state_that_was_looked_at_stays(name):
+    model, cache = filled(name)
+    layer = cache.layers[0]
+    for held in (lambda: [layer.mu], lambda: [layer.nu], lambda: list(layer.state)):
+        tensors = held()
+        before = [tensor.clone() for tensor in tensors]
+        model(random_ids(3, 1), cache=cache)
+        assert_same_bits(tensors, before)
+        model(random_ids(3, 1), cache=cache)
+        assert_same_bits(tensors, before)
+
+
+@each_name
+def test_a_copy_goes_its_own_way(name):
+    model, cache = filled(name)
+    other = copy.deepcopy(cache)
+    before = [tensor.clone() for tensor in states(other)]
+    model(random_ids(3, 1), cache=cache)
+    assert_same_bits(states(other), before)
+
+
+def test_a_state_before_a_recorded_call_comes_back():
+    model, cache = filled("linear")
+    model(random_ids(3, 1), cache=cache)  # in place
+    before = [tensor.clone() for tensor in states(cache)]
+    cache.activate_past_recording()
+    for _ in range(2):
+        model(random_ids(3, 1), cache=cache)
+    cache.crop(-2)
+    assert_same_bits(states(cache), before)
+
+
+def test_a_backward_pass_stays_valid():
+    """A graph over an earlier step, and then steps without one."""
+    model, cache = filled("linear")
+    with torch.enable_grad():
+        loss = model(random_ids(3, 1), cache=cache).logits.sum()
+    model(random_ids(3, 1), cache=cache)
+    model(random_ids(3, 1), cache=cache)
+    with torch.enable_grad():
+        loss = loss + model(random_ids(3, 1), cache=cache).logits.sum()
+    loss.backward()
+    model.zero_grad()
+
+
+def test_a_state_made_in_inference_mode_goes_on_outside():
+    model, ids = shared_model("linear"), random_ids(3, 8)
+    expected = read(model, ids, [8])[0]
+    with torch.inference_mode():
+        cache = model(ids[:, :6]).cache
+        model(ids[:, 6:7], cache=cache)
+    last = model(ids[:, 7:], cache=cache).logits
+    assert_close(last, expected[:, -1:], EXACT)

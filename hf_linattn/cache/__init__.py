@@ -105,15 +105,18 @@ def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cach
             f"the cache has {len(cache.layers)} layers, the model {len(layer_types)}: it comes from another model"
         )
     for index, (layer, layer_type) in enumerate(zip(cache.layers, layer_types)):
-        if isinstance(layer, KernelLinearAttentionLayer) != (layer_type == LINEAR_LAYER_TYPE):
+        is_linear = isinstance(layer, KernelLinearAttentionLayer)
+        if is_linear != (layer_type == LINEAR_LAYER_TYPE):
             raise ValueError(
                 f"cache layer {index} is a {type(layer).__name__}, but layer {index} of the model is {layer_type!r}; "
                 "build the cache with LinearAttentionCache(model.config)"
             )
-        held = getattr(layer, "mu", layer.keys)
-        if layer.is_initialized and held.numel() and held.shape[0] != batch_size:
+        if not layer.is_initialized or not (is_linear or layer.keys.numel()):
+            continue
+        rows = layer.batch_size if is_linear else layer.keys.shape[0]
+        if rows != batch_size:
             raise ValueError(
-                f"the cache holds batch size {held.shape[0]}, but the input has {batch_size}; use a new cache, or "
+                f"the cache holds batch size {rows}, but the input has {batch_size}; use a new cache, or "
                 "cache.batch_repeat_interleave / batch_select_indices to change its rows"
             )
     return cache

@@ -30,8 +30,9 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         max_rollback: tokens that can be undone; what is older is not recorded, whatever the length of a prompt.
         settles: whether `crop` settles what it leaves; otherwise the latest `max_rollback` tokens can still be undone.
 
-    `keys` and `values` stay `None`. States are replaced, never written in place, so that a backward pass through an
-    earlier call stays valid and a saved state is never modified.
+    `keys` and `values` stay `None`. A decoding step without autograd writes into the state if the layer alone has it
+    (`owns_state`); every other call replaces it. So a backward pass through an earlier call stays valid, and a state
+    that came from elsewhere, or that was looked at as `mu` and `nu`, is never modified.
     """
 
     _layer_type = LINEAR_LAYER_TYPE
@@ -44,14 +45,50 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.mu: Tensor | None = None
-        self.nu: Tensor | None = None
+        self._mu: Tensor | None = None
+        self._nu: Tensor | None = None
+        self._owned = False
         self.conv_tails: tuple[Tensor, ...] = ()
         self.padding: Tensor | None = None
         self.seq_length: int = 0
         self.device: torch.device | None = None
         self.record_past = False
         self._recorded: list[Recorded] = []
+
+    @property
+    def mu(self) -> Tensor | None:
+        self.share()
+        return self._mu
+
+    @mu.setter
+    def mu(self, value: Tensor | None) -> None:
+        self.share()
+        self._mu = value
+
+    @property
+    def nu(self) -> Tensor | None:
+        self.share()
+        return self._nu
+
+    @nu.setter
+    def nu(self, value: Tensor | None) -> None:
+        self.share()
+        self._nu = value
+
+    @property
+    def owns_state(self) -> bool:
+        """Whether a step may write into mu and nu: made by a call of this layer that no backward pass goes through."""
+        return self._owned and self._is_writable()
+
+    def _is_writable(self) -> bool:
+        """Whether autograd allows it: a tensor made in inference mode cannot be written to outside it."""
+        if not self.is_initialized or any(tensor.requires_grad for tensor in self._tensors()):
+            return False
+        return torch.compiler.is_compiling() or self._mu.is_inference() <= torch.is_inference_mode_enabled()
+
+    def share(self) -> None:
+        """Somebody else holds the state from now on: the next step replaces it."""
+        self._owned = False
 
     @property
     def state(self) -> LinearAttentionState | None:
@@ -67,7 +104,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         if not self.is_initialized:
             raise AttributeError("the layer is empty, so it has no batch size yet")
-        return self.mu.shape[0]
+        return self._mu.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -82,9 +119,9 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             return None
-        if self.mu.shape[1] != heads or self.mu.shape[3] != value_dim:
+        if self._mu.shape[1] != heads or self._mu.shape[3] != value_dim:
             raise ValueError(
-                f"the cache comes from another model: its mu is {list(self.mu.shape)}, this layer needs "
+                f"the cache comes from another model: its mu is {list(self._mu.shape)}, this layer needs "
                 f"[B, {heads}, F, {value_dim}]"
             )
         held = tuple(tuple(tail.shape[1:]) for tail in self.conv_tails)
@@ -93,7 +130,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
                 f"the cache comes from another model: its convolution tails (kernel - 1, channels) are {held}, this "
                 f"layer needs {tails}"
             )
-        return LinearAttentionState(self.mu, self.nu)
+        return LinearAttentionState(self._mu, self._nu)
 
     def store(
         self,
@@ -107,10 +144,17 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
             self._recorded = []
         else:
             self._remember(record)
-        self.mu, self.nu, self.conv_tails = state.mu, state.nu, conv_tails
+        self._mu, self._nu, self.conv_tails = state.mu, state.nu, conv_tails
         self.device = state.mu.device
         self._count(num_tokens)
         self.is_initialized = True
+        self._owned = not torch.is_grad_enabled()
+
+    def advance(self, conv_tails: tuple[Tensor, ...]) -> None:
+        """Count a token that was written into the state; it cannot be undone."""
+        self._recorded = []
+        self.conv_tails = conv_tails
+        self._count(1)
 
     def restore(
         self, mu: Tensor, nu: Tensor, conv_tails: tuple[Tensor, ...], seq_length: int, padding: Tensor | None
@@ -119,6 +163,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         self.reset()
         self.store(LinearAttentionState(mu, nu), conv_tails, seq_length)
         self.padding = padding
+        self.share()
 
     def add_padding(self, count: Tensor) -> None:
         """Of the tokens just stored, `count` [B] were padding."""
@@ -145,7 +190,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.mu = self.nu = self.padding = None
+        self._mu = self._nu = self.padding = None
         self.conv_tails = ()
         self.seq_length = 0
         self.is_initialized = False
@@ -169,7 +214,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Bring an offloaded state back to its device."""
-        if self.is_initialized and self.mu.device != self.device:
+        if self.is_initialized and self._mu.device != self.device:
             self._apply(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     @property
@@ -233,18 +278,19 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     def _restore(self, record: Recorded, kept: int) -> None:
         state, self.conv_tails = record.after(kept)
-        self.mu, self.nu = (None, None) if state is None else state
+        self._mu, self._nu = (None, None) if state is None else state
         self.is_initialized = state is not None
+        self.share()
         if record.key_mask is not None:
             self.padding = self.padding - record.key_mask[:, kept:].logical_not().sum(-1)
 
     def _tensors(self) -> list[Tensor]:
-        return [self.mu, self.nu, *self.conv_tails] if self.is_initialized else []
+        return [self._mu, self._nu, *self.conv_tails] if self.is_initialized else []
 
     def _apply(self, function) -> None:
         if not self.is_initialized:
             return
-        self.mu, self.nu = function(self.mu), function(self.nu)
+        self._mu, self._nu = function(self._mu), function(self._nu)
         self.conv_tails = tuple(function(tail) for tail in self.conv_tails)
         if self.padding is not None:
             self.padding = function(self.padding)
@@ -299,6 +345,16 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
             self._write(new)
         self._count(num_tokens)
 
+    @property
+    def owns_state(self) -> bool:
+        return self._is_writable()  # whoever looks at the buffers sees them change
+
+    def advance(self, conv_tails: tuple[Tensor, ...]) -> None:
+        self._recorded = []
+        for buffer, tail in zip(self.conv_tails, conv_tails):
+            buffer.copy_(tail)
+        self._count(1)
+
     def add_padding(self, count: Tensor) -> None:
         self.padding.add_(count)
 
@@ -326,7 +382,7 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
     def _restore(self, record: Recorded, kept: int) -> None:
         state, tails = record.after(kept)
         if state is None:  # before the first token: the empty state, at the same addresses
-            state = (torch.zeros_like(self.mu), torch.zeros_like(self.nu))
+            state = (torch.zeros_like(self._mu), torch.zeros_like(self._nu))
         self._write((*state, *tails))
         if record.key_mask is not None:
             self.padding.sub_(record.key_mask[:, kept:].logical_not().sum(-1))
@@ -342,7 +398,7 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         """Rows may be reordered where they are; another number of rows needs other buffers."""
         before = [*self._tensors(), self.padding]
         super()._apply(function)
-        if not before[:-1] or before[0].shape != self.mu.shape or any(x.requires_grad for x in self._tensors()):
+        if not before[:-1] or before[0].shape != self._mu.shape or any(x.requires_grad for x in self._tensors()):
             return
         for buffer, tensor in zip(before, [*self._tensors(), self.padding]):
             buffer.copy_(tensor)
@@ -350,7 +406,7 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         self.padding = before[-1]
 
     def _set(self, tensors: tuple[Tensor, ...]) -> None:
-        self.mu, self.nu, self.conv_tails = tensors[0], tensors[1], tensors[2:]
+        self._mu, self._nu, self.conv_tails = tensors[0], tensors[1], tensors[2:]
         self.is_initialized = True
 
 

@@ -89,7 +89,7 @@ def _movable(layer):
 def share_prefix(cache: Cache, config: PreTrainedConfig) -> LinearAttentionCache:
     """A cache of one row that continues from `cache` and leaves it as it is, without copying its state.
 
-    Layers replace their tensors and never write into them, so that any number of caches may start from the same ones.
+    Any number of caches may start from the same tensors: a layer that shares its state replaces it at its next step.
 
     Raises:
         ValueError: the cache is empty, static, of another model or of several rows; or it was padded and the model
@@ -107,6 +107,7 @@ def share_prefix(cache: Cache, config: PreTrainedConfig) -> LinearAttentionCache
             padding = 0 if given.padding is None else int(given.padding)
             if padding and "full_attention" in config.layer_types:
                 raise ValueError("the cache was padded, and full attention layers keep that: read the text unpadded")
+            given.share()
             own.restore(given.mu, given.nu, given.conv_tails, given.seq_length - padding, None)
         else:
             own.lazy_initialization(given.keys, given.values)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from ..cache import Recorded, prefetch_next
-from ..ops import attention_weights, linear_attention, make_feature_map
+from ..ops import attention_weights, decode_step, linear_attention, make_feature_map
 from .short_conv import FEW_TOKENS, ShortConvolution
 
 NORMALIZERS = ("denominator", "rmsnorm", "none")
@@ -129,18 +129,24 @@ class LinearAttention(nn.Module):
             q, k, values = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, values))
             arguments["cu_seqlens"] = packing.cu_seqlens
             arguments["key_mask"] = None if attention_mask is None else attention_mask.reshape(1, batch * length)
-        out, new_state = linear_attention(
-            q, k, values, initial_state=state, output_final_state=layer is not None, **arguments
-        )
         weights = None
-        if show:
-            weights = attention_weights(q, k, initial_state=state, **arguments)
-            if packing is not None:
-                weights = _diagonal_blocks(weights, batch)
-        if layer is not None:
-            phi_k = (k if feature_map is None else feature_map.key(k)) if records else None
-            record = self._record(state, old_tails, phi_k, values, conv_inputs, attention_mask) if records else None
-            layer.store(new_state, tails, length, record)
+        plain = not (records or show or packing is not None or torch.is_grad_enabled())
+        if length == 1 and plain and state is not None and self.is_causal and layer.owns_state:
+            mask = arguments["key_mask"]
+            out = decode_step(q, k, values, *state, feature_map=feature_map, normalize=normalize, key_mask=mask)
+            layer.advance(tails)
+        else:
+            out, new_state = linear_attention(
+                q, k, values, initial_state=state, output_final_state=layer is not None, **arguments
+            )
+            if show:
+                weights = attention_weights(q, k, initial_state=state, **arguments)
+                if packing is not None:
+                    weights = _diagonal_blocks(weights, batch)
+            if layer is not None:
+                phi_k = (k if feature_map is None else feature_map.key(k)) if records else None
+                record = self._record(state, old_tails, phi_k, values, conv_inputs, attention_mask) if records else None
+                layer.store(new_state, tails, length, record)
         if self.o_norm is not None:
             out = self.o_norm(out)
         out = out.reshape(batch, length, self.num_heads * self.head_dim).to(hidden_states.dtype)

@@ -14,11 +14,13 @@ from .parallel import attention_weights as _attention_weights
 from .parallel import parallel_linear_attention as _parallel
 from .recurrent import recurrent_linear_attention as _recurrent
 from .state import LinearAttentionState
+from .step import decode_step as _decode_step
 
 parallel_linear_attention = without_autocast(_parallel)
 chunk_linear_attention = without_autocast(_chunk)
 recurrent_linear_attention = without_autocast(_recurrent)
 attention_weights = without_autocast(_attention_weights)
+decode_step = without_autocast(_decode_step)
 
 
 def linear_attention(
@@ -104,6 +106,7 @@ __all__ = [
     "LinearAttentionState",
     "attention_weights",
     "chunk_linear_attention",
+    "decode_step",
     "feature_map_class",
     "linear_attention",
     "make_feature_map",
