@@ -1,5 +1,6 @@
-"""The command line: read a text once, keep the state, ask about it as often as you like; and serve a model.
+"""The command line: read a text once, keep the state, ask about it as often as you like; serve a model.
 
+hf-linattn env
 hf-linattn read book.txt --model runs/demo --out book.state
 hf-linattn ask book.state "def main():"
 hf-linattn transformers serve runs/demo
@@ -70,6 +71,24 @@ def run_ask(arguments: argparse.Namespace) -> None:
     print()
 
 
+def run_env(arguments: argparse.Namespace) -> None:
+    from .benchmark.record import hardware, versions
+    from .benchmark.tables import table
+    from .ops import backends
+
+    devices = [arguments.device] if arguments.device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    print(table(["package", "version"], [[name, version] for name, version in versions().items()], align="---"))
+    machine = {name: value for name, value in hardware().items() if value}
+    print(table(["machine", ""], [[name, str(value)] for name, value in machine.items()], align="---"))
+    for device in devices:
+        try:
+            rows = [[case, *choice] for case, choice in backends.survey(device).items()]
+        except (RuntimeError, AssertionError) as error:  # torch's ways to say that there is no such device
+            raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+        print(table([f"linear attention on {device}", "backend", "because"], rows, align="---"))
+    print(f"Another first choice: {backends.VARIABLE}=torch, native or triton; by name: linear_attention(backend=...)")
+
+
 def run_transformers(argv: list[str]) -> None:
     """transformers' own command line with `argv`, in a process that knows our models: importing this package did it.
 
@@ -120,6 +139,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--device", help="cpu, cuda, ...; by default a GPU if there is one")
     command.set_defaults(run=run_ask)
+    command = commands.add_parser("env", help="versions, machine, and which backend runs which case, and why")
+    command.add_argument("--device", help="cpu, cuda, ...; by default the CPU, and a GPU if there is one")
+    command.set_defaults(run=run_env)
     commands.add_parser("transformers", add_help=False, help="transformers' own commands (serve, chat, ...)")
     return parser
 

@@ -92,3 +92,23 @@ def test_what_cannot_be_served_is_one_line(arguments, absent, words, monkeypatch
         main(["transformers", *arguments])
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_env_says_what_runs_and_why(capsys, monkeypatch):
+    main(["env", "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert f"| torch | {torch.__version__} |" in out
+    assert "| causal, float32 | native | the fastest here |" in out
+    assert "| causal, float64 | torch | native: torch.float64 has no kernel" in out
+    monkeypatch.setenv("HF_LINATTN_BACKEND", "torch")
+    main(["env", "--device", "cpu"])
+    assert "| causal, float32 | torch | HF_LINATTN_BACKEND names it |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["nothing", "cuda"])
+def test_env_of_a_device_that_is_not_there(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match=f"hf-linattn: --device {device}: ") as error:
+        main(["env", "--device", device])
+    assert "\n" not in str(error.value)

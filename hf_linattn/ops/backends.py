@@ -17,12 +17,12 @@ import os
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .feature_maps import FeatureMap
+from .feature_maps import FeatureMap, make_feature_map
 from .state import LinearAttentionState
 
 BACKENDS = ("auto", "torch", "native", "triton")
@@ -74,7 +74,26 @@ def choose(
     # what no CPU kernel is made for is not worth a word; a kernel that was asked for, or that this machine lacks, is
     if wanted == name or reason == kernels("native").missing():
         _say_once(f"linear attention runs in PyTorch, without {name} kernels: {reason}")
-    return Choice("torch", f"no {name} kernel: {reason}")
+    return Choice("torch", f"{name}: {reason}")
+
+
+def survey(device: torch.device | str) -> dict[str, Choice]:
+    """What `backend="auto"` takes on `device`, case by case."""
+    cases: dict[str, dict[str, Any]] = {
+        f"causal, {str(dtype).removeprefix('torch.')}": {"dtype": dtype}
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    }
+    cases["causal, learned feature map"] = {"feature_map": make_feature_map("hedgehog", 64)}
+    cases["not causal"] = {"causal": False}
+    cases["one token (decoding)"] = {"length": 1}
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case, options in cases.items():
+            options = {"dtype": torch.float32, "length": 2, "feature_map": "elu1", **options}
+            x = torch.empty(1, options.pop("length"), 1, 64, dtype=options.pop("dtype"), device=device)
+            found[case] = choose(x, x, x, **options)
+    return found
 
 
 @functools.cache

@@ -83,13 +83,14 @@ static Int least(Int a, Int b) { return a < b ? a : b; }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
-/* Rows [0, R) and COLUMNS columns of C (+)= A B, over p in [first, last); A(i, p) is a[i row + p column]. */
+/* Rows [0, R) and COLUMNS columns of C (+)= A B, over p in [first, last); A(i, p) is a[i row + p column]. The sum over
+ * p is added to C as a whole: a long running sum is rounded once a chunk and not once a token. */
 static inline __attribute__((always_inline)) void tile(const int R, Int first, Int last, const float *a, Int row,
                                                        Int column, const float *b, Int ldb, int add, float *c,
                                                        Int ldc) {
     vec x[ROWS][2];
     for (int r = 0; r < R; r++)
-        for (int s = 0; s < 2; s++) x[r][s] = add ? *(const vec *)(c + r * ldc + s * LANES) : (vec){0};
+        for (int s = 0; s < 2; s++) x[r][s] = (vec){0};
     for (Int p = first; p < last; p++) {
         const vec left = *(const vec *)(b + p * ldb), right = *(const vec *)(b + p * ldb + LANES);
 #pragma GCC unroll 6
@@ -100,7 +101,11 @@ static inline __attribute__((always_inline)) void tile(const int R, Int first, I
         }
     }
     for (int r = 0; r < R; r++)
-        for (int s = 0; s < 2; s++) *(vec *)(c + r * ldc + s * LANES) = x[r][s];
+        for (int s = 0; s < 2; s++) {
+            vec *to = (vec *)(c + r * ldc + s * LANES);
+            if (add) x[r][s] += *to;
+            *to = x[r][s];
+        }
 }
 
 /* Which half of a C x C matrix is 0, so that it can be left out. Leaving out goes by whole tiles. */
@@ -304,7 +309,7 @@ static void prefer_large_pages(const Tensor *x, Int batch, Int tokens) {
 static Scratch open_scratch(const Call *call) {
     const Int F = padded(call->features), E = padded(call->values), n = call->side_by_side;
     const Int sizes[] = {C * F, C * F, C * E, F * C, E * C, C * C, C * C, C * E, C * F, C * F, C * E,
-                           n * F * E, n * E * F, n * F, C, E};
+                           n * F * E, n * E * F, n * F, C, F > E ? F : E};
     enum { PARTS = sizeof(sizes) / sizeof(*sizes) };
     Int total = 0;
     for (int i = 0; i < PARTS; i++) total += padded(sizes[i]);
@@ -387,18 +392,27 @@ static void weigh_grads(const Call *call, Scratch *s, Int count) {
     hide_later(count, s->grad_weights);
 }
 
+/* nu += colsum(K), rounded once */
+static void add_to_nu(const Call *call, Scratch *s, Int count) {
+    memset(s->row, 0, call->features * sizeof(float));
+    for (Int i = 0; i < count; i++)
+        for (Int j = 0; j < call->features; j++) s->row[j] += s->k[i * s->F + j];
+    for (Int j = 0; j < call->features; j++) s->nu[j] += s->row[j];
+}
+
 /* mu += K^T V, nu += colsum(K) */
 static void add_keys(const Call *call, Scratch *s, Int count) {
     multiply(FULL, call->features, s->E, count, s->k, 1, s->F, s->v, s->E, 1, s->mu, s->E);
-    for (Int i = 0; i < count; i++)
-        for (Int j = 0; j < call->features; j++) s->nu[j] += s->k[i * s->F + j];
+    add_to_nu(call, s, count);
 }
 
 /* R += Q^T dn, r += dd^T Q, which are kept where mu and nu are */
 static void add_queries(const Call *call, Scratch *s, Int count) {
     multiply(FULL, call->features, s->E, count, s->q, 1, s->F, s->sums, s->E, 1, s->mu, s->E);
+    memset(s->row, 0, call->features * sizeof(float));
     for (Int i = 0; i < count; i++)
-        for (Int j = 0; j < call->features; j++) s->nu[j] += s->grad_below[i] * s->q[i * s->F + j];
+        for (Int j = 0; j < call->features; j++) s->row[j] += s->grad_below[i] * s->q[i * s->F + j];
+    for (Int j = 0; j < call->features; j++) s->nu[j] += s->row[j];
 }
 
 /* -- states -------------------------------------------------------------------------------------------------------- */
@@ -567,8 +581,7 @@ static void backward_queries(const Call *call, Scratch *s, const Place *p) {
         }
     }
     multiply(FULL, call->values, s->F, count, s->v, 1, s->E, s->k, s->F, 1, s->mu_columns, s->F);
-    for (Int i = 0; i < count; i++)
-        for (Int j = 0; j < call->features; j++) s->nu[j] += s->k[i * s->F + j];
+    add_to_nu(call, s, count);
 }
 
 static void close_nothing(const Call *call, Scratch *s, const Place *p) { (void)call, (void)s, (void)p; }
