@@ -155,6 +155,15 @@ def test_nothing_under_a_mask_matters(name, dtype):
     assert not outputs[0][0].any()  # the first row has no real key
 
 
+def test_nan_of_one_row_does_not_reach_another_through_a_buffer():
+    torch.set_num_threads(1)
+    made = problem(B=2, T=64, Hq=1, mask="holes")
+    made.v[0] = float("nan")
+    outputs = run(made)
+    assert outputs[0][0].isnan().any()
+    assert all(x[1].isfinite().all() for x in outputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_mask_of_ones_is_no_mask_to_the_bit(dtype):
     made = problem(T=70)
