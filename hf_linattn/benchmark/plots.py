@@ -18,6 +18,8 @@ STYLES = (
     {"color": "#0b4f9c", "linestyle": "-", "marker": "o"},
     {"color": "#c46a00", "linestyle": "--", "marker": "s"},
     {"color": "#555555", "linestyle": ":", "marker": "^"},
+    {"color": "#8a1c5c", "linestyle": "-.", "marker": "D"},
+    {"color": "#2e7d4f", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
 )
 
 
@@ -60,6 +62,34 @@ def lines(axes: Any, x: list[float], series: dict[str, list[float]]) -> None:
     axes.margins(x=0.04, y=0.12)
 
 
+def curves(axes: Any, series: dict[str, list[tuple[float, float]]]) -> None:
+    """Lines of different lengths on log axes, named in a legend: their ends may lie close together."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for (name, points), style in zip(series.items(), STYLES, strict=False):
+        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.6, markersize=4.5, **style)
+    lengths = sorted({x for points in series.values() for x, _ in points})
+    shown = lengths[:: max(1, math.ceil(len(lengths) / 7))]
+    axes.set_xticks(shown, [length_text(x) for x in shown])
+    axes.legend(fontsize=8, frameon=False)
+    axes.margins(x=0.04, y=0.08)
+
+
+def mark(axes: Any, x: float, text: str) -> None:
+    """A thin vertical line with a note at its foot."""
+    axes.axvline(x, color="#333333", linewidth=0.9, linestyle=(0, (1, 2)))
+    axes.annotate(text, (x, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
+                  fontsize=8, color="#333333", va="bottom")  # fmt: skip
+
+
+def length_text(length: float) -> str:
+    """1,024 as 1k, 1,048,576 as 1M."""
+    for size, unit in ((2**20, "M"), (2**10, "k")):
+        if length >= size:
+            return f"{length / size:g}{unit}"
+    return f"{length:g}"
+
+
 def round_ticks(axes: Any, values: list[float]) -> None:
     """1, 2 and 5 times powers of ten on the y axis; only the powers where that would be many."""
     low, high = min(values) / 1.6, max(values) * 1.6
@@ -100,15 +130,30 @@ def plot_compare(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def plot_ops(result: dict[str, Any], folder: Path) -> list[Path]:
-    """ops.png: time against the length, forward and forward with backward."""
-    lengths = [row["length"] for row in result["rows"]]
-    fig, panels = figure(2)
-    for axes, name in zip(panels, ("forward", "forward+backward"), strict=True):
-        label(axes, f"Attention, {name} ({result['device']}, {result['dtype']})", "length (tokens)", "milliseconds")
-        series = {side: [row[name][f"{side}_ms"] for row in result["rows"]] for side in ("linear", "softmax")}
-        lines(axes, lengths, series)
-        round_ticks(axes, [y for ys in series.values() for y in ys])
-    return [save(fig, folder / "ops.png")]
+    """ops.png: time against the length, forward and forward with backward, with the crossing of softmax attention.
+    memory.png: peak memory of the two."""
+    written = []
+    for name, quantity, unit, ticks in (
+        ("ops.png", "ms", "milliseconds", round_ticks),
+        ("memory.png", "peak_bytes", "peak memory", byte_ticks),
+    ):
+        fig, panels = figure(2)
+        for axes, pass_name in zip(panels, ("forward", "forward+backward"), strict=True):
+            label(axes, f"{pass_name} ({result['device']}, {result['dtype']})", "length (tokens)", unit)
+            entries = [(row["length"], row.get(pass_name, {})) for row in result["rows"]]
+            series = {
+                title: [(length, entry[side][quantity]) for length, entry in entries if quantity in entry.get(side, {})]
+                for side, title in result["sides"].items()
+            }
+            curves(axes, {title: points for title, points in series.items() if points})
+            values = [y for points in series.values() for _, y in points]
+            if values:
+                ticks(axes, values)
+            crossing = result["crossover"].get(pass_name, {}).get("softmax")
+            if quantity == "ms" and crossing is not None:
+                mark(axes, crossing, f"softmax slower\nfrom {crossing:,.0f}")
+        written.append(save(fig, folder / name))
+    return written
 
 
 def plot_train(result: dict[str, Any], folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ python -m hf_linattn.benchmark.tables runs/demo/results.json [--out table.md]
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,32 @@ def compare_table(result: dict[str, Any]) -> str:
 
 
 def ops_table(result: dict[str, Any]) -> str:
-    """Milliseconds of linear and softmax attention at each length, and their ratio."""
-    passes = ("forward", "forward+backward")
-    header = ["length", *(f"{name}, {column}" for name in passes for column in ("linear ms", "softmax ms", "ratio"))]
-    rows = []
-    for row in result["rows"]:
-        cells = [f"{row['length']:,}"]
-        for name in passes:
-            cells += [milliseconds_text(row[name]["linear_ms"]), milliseconds_text(row[name]["softmax_ms"])]
-            cells += [ratio_text(row[name]["softmax_over_linear"])]
-        rows.append(cells)
-    return table(header, rows)
+    """For each pass: the time of the main side, how much longer the others take, its share of the machine's rate, and
+    peak memory; and from which length each of the others is slower."""
+    main, titles = result["main"], result["sides"]
+    others = [side for side in titles if side != main]
+    q_bytes = math.prod(result["sizes"].values()) * {"float32": 4, "bfloat16": 2, "float16": 2}[result["dtype"]]
+    parts = []
+    for name, crossings in result["crossover"].items():
+        header = [f"{name}, length", f"{titles[main]}, ms", *(titles[side] for side in others)]
+        header += ["of the product rate", "memory, times q"]
+        rows = []
+        for row in result["rows"]:
+            entries = row.get(name, {})
+            if main not in entries:
+                continue
+            cells = [f"{row['length']:,}", milliseconds_text(entries[main]["ms"])]
+            cells += [ratio_text(entries[side]["over_main"]) if side in entries else "" for side in others]
+            share, peak = entries[main].get("of_product_rate"), entries[main].get("peak_bytes")
+            cells.append("" if share is None else f"{share:.2f}")
+            cells.append("" if peak is None else f"{peak / (row['length'] * q_bytes):.1f}")
+            rows.append(cells)
+        parts.append(table(header, rows))
+        slower = [
+            f"{titles[side]} from {length:,.0f} tokens" for side, length in crossings.items() if length is not None
+        ]
+        parts.append(f"Slower than {titles[main]}: {'; '.join(slower) or 'none'}.\n")
+    return "\n".join(parts)
 
 
 def train_table(result: dict[str, Any]) -> str:

@@ -19,12 +19,21 @@ def results() -> dict:
             for context in (256, 4096, 16384)
         ],
     }
-    timing = {"linear_ms": 1.5, "softmax_ms": 123.4, "softmax_over_linear": 82.3, "samples_ms": {}}
+
+    def timing(length):
+        linear = {"ms": 1.5, "over_main": 1.0, "of_product_rate": 0.75, "peak_bytes": length * 2048 * 4}
+        softmax = {"ms": 123.4, "over_main": length / 1000, "peak_bytes": length * 2048 * 6}
+        return {"native": linear, "softmax": softmax} if length < 10_000 else {"native": linear}
+
     ops = {
         "kind": "ops",
         "device": "cpu",
         "dtype": "float32",
-        "rows": [{"length": n, "forward": timing, "forward+backward": timing} for n in (128, 16384)],
+        "sizes": {"batch": 1, "heads": 8, "head_dim": 64},
+        "main": "native",
+        "sides": {"native": "linear, C kernels", "softmax": "softmax (SDPA)"},
+        "crossover": {"forward": {"softmax": 1000.4}, "forward+backward": {"softmax": None}},
+        "rows": [{"length": n, "forward": timing(n), "forward+backward": timing(n)} for n in (128, 4096, 16384)],
     }
     train = {
         "kind": "train",

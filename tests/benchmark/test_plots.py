@@ -10,7 +10,7 @@ import hf_linattn.benchmark.plots as plots
 pytest.importorskip("matplotlib")
 from PIL import Image  # noqa: E402  comes with matplotlib
 
-FILES = {"compare.png", "ops.png", "training.png"}
+FILES = {"compare.png", "memory.png", "ops.png", "training.png"}
 
 
 def test_every_result_in_a_file_is_drawn(results, tmp_path):
@@ -58,11 +58,21 @@ def test_axes_are_logarithmic_and_lines_carry_names(results, tmp_path, panels):
     ]
 
 
-def test_ops_picture_has_a_panel_for_each_pass(results, tmp_path, panels):
-    results["ops"]["rows"][1]["forward+backward"] = results["ops"]["rows"][1]["forward+backward"] | {"linear_ms": 7.0}
+def test_ops_pictures_have_a_panel_for_each_pass(results, tmp_path, panels):
+    results["ops"]["rows"][1]["forward+backward"]["native"]["ms"] = 7.0
     plots.plot(results["ops"], tmp_path)
-    assert [list(axes.lines[0].get_ydata()) for axes in panels] == [[1.5, 1.5], [1.5, 7.0]]
-    assert [list(axes.lines[1].get_ydata()) for axes in panels] == [[123.4, 123.4]] * 2
+    times, memory = panels[:2], panels[2:]
+    assert [list(axes.lines[0].get_ydata()) for axes in times] == [[1.5, 1.5, 1.5], [1.5, 7.0, 1.5]]
+    assert [list(axes.lines[1].get_xdata()) for axes in times] == [[128, 4096]] * 2  # it left
+    assert [list(axes.lines[0].get_ydata()) for axes in memory] == [[n * 8192 for n in (128, 4096, 16384)]] * 2
+    # the crossing is marked where there is one
+    assert [len(axes.lines) for axes in times] == [3, 2]
+    assert list(times[0].lines[2].get_xdata()) == [1000.4] * 2
+    assert "1,000" in times[0].texts[0].get_text()
+    for axes in panels:
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["linear, C kernels", "softmax (SDPA)"]
+        assert len({(line.get_linestyle(), line.get_marker()) for line in axes.lines[:2]}) == 2
 
 
 def test_training_picture_shows_the_baselines(results, tmp_path, panels):

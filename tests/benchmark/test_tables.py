@@ -27,7 +27,13 @@ def test_train_table_puts_the_baselines_between_before_and_after(results):
 
 
 def test_ops_table(results):
-    assert render(results["ops"]).splitlines()[-1] == "| 16,384 | 1.50 | 123 | 82x | 1.50 | 123 | 82x |"
+    lines = render(results["ops"]).splitlines()
+    assert lines[0] == (
+        "| forward, length | linear, C kernels, ms | softmax (SDPA) | of the product rate | memory, times q |"
+    )
+    assert lines[3:5] == ["| 4,096 | 1.50 | 4.10x | 0.75 | 4.0 |", "| 16,384 | 1.50 |  | 0.75 | 4.0 |"]
+    assert lines[6] == "Slower than linear, C kernels: softmax (SDPA) from 1,000 tokens."
+    assert lines[-1] == "Slower than linear, C kernels: none."
 
 
 def test_modes_of_the_same_cells_share_a_row():
