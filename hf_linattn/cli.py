@@ -1,8 +1,9 @@
-"""The command line: read a text once, keep the state, ask about it as often as you like; serve a model.
+"""The command line: read a text once, keep the state, ask about it; plan what a model will cost; serve a model.
 
 hf-linattn env
 hf-linattn read book.txt --model runs/demo --out book.state
 hf-linattn ask book.state "def main():"
+hf-linattn plan runs/demo --context 4096 65536
 hf-linattn transformers serve runs/demo
 """
 
@@ -17,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from .benchmark import plan
 from .cache import LinearAttentionCache, state_header
 from .generation import FileStreamer
 
@@ -142,6 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("env", help="versions, machine, and which backend runs which case, and why")
     command.add_argument("--device", help="cpu, cuda, ...; by default the CPU, and a GPU if there is one")
     command.set_defaults(run=run_env)
+    plan.add_arguments(commands.add_parser("plan", help="bytes and operations at a context, linear beside softmax"))
     commands.add_parser("transformers", add_help=False, help="transformers' own commands (serve, chat, ...)")
     return parser
 

@@ -142,12 +142,57 @@ def modes_table(result: dict[str, Any]) -> str:
     return f"Exact in all four columns: {'; '.join(everywhere)}.\n\n{rest}"
 
 
+PLAN_COSTS = {
+    "cache_bytes": "cache",
+    "decode_bytes": "bytes a decoding step moves",
+    "decode_flops": "operations of a decoding step",
+    "prefill_flops": "operations of reading the context",
+    "training_flops": "operations of forward and backward",
+    "attention_bytes": "peak of one attention, forward and backward",
+}
+
+
+def operations_text(count: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}".rstrip()
+        count /= 1000
+    return f"{count:,.4g} P"
+
+
+def plan_table(result: dict[str, Any]) -> str:
+    """What a model and its twin are, a row per cost and context, and from which context linear attention wins."""
+    sides = ("linear", "softmax")
+    models = [
+        f"- {side} ({'given' if side == result['given'] else 'twin'}): "
+        f"{', '.join(f'{count} {kind}' for kind, count in result['layers'][side].items())} layers, "
+        f"{result['parameters'][side]:,} parameters"
+        for side in sides
+    ]
+    rows = []
+    for cost, label in PLAN_COSTS.items():
+        text = bytes_text if cost.endswith("bytes") else operations_text
+        for row in result["rows"]:
+            linear, softmax = (row[side][cost] for side in sides)
+            rows.append([label, f"{row['context']:,}", text(linear), text(softmax), ratio_text(softmax / linear)])
+    wins = [
+        f"- {PLAN_COSTS[cost]}: {'never' if start is None else f'from {start:,} tokens on'}"
+        for cost, start in result["crossovers"].items()
+    ]
+    head = (
+        f"Feature map {result['feature_map']}, {result['dtype']}, batch {result['batch_size']}; counted, not measured."
+    )
+    costs = table(["cost", "context", *sides, "softmax / linear"], rows)
+    return "\n".join([head, "", *models, "", costs, "Linear attention is lower in", "", *wins, ""])
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "batching": batching_table,
     "compare": compare_table,
     "generation": generation_table,
     "modes": modes_table,
     "ops": ops_table,
+    "plan": plan_table,
     "train": train_table,
 }
 

@@ -99,7 +99,7 @@ def test_batching_table():
 
 def test_unknown_kinds_are_named():
     with pytest.raises(
-        ValueError, match="no table for kind 'novel'; known: batching, compare, generation, modes, ops, train"
+        ValueError, match="no table for kind 'novel'; known: batching, compare, generation, modes, ops, plan, train"
     ):
         render({"kind": "novel"})
 
