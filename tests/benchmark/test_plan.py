@@ -258,7 +258,7 @@ def peak_bytes(run) -> int:
 
 @pytest.mark.parametrize("feature_map, heads", [("elu1", (4, 4)), ("elu1", (4, 2)), ("relu", (8, 1))])
 def test_peak_of_the_attention_function(feature_map, heads):
-    """At least what was planned, and no more than the temporaries of one block above it."""
+    """What was planned, and at most one temporary of the features of a block."""
     batch, length, dim = 2, 3000, 32
     config = LinAttnConfig(
         **SMALL | {"num_attention_heads": heads[0]}, num_key_value_heads=heads[1], head_dim=dim,
@@ -272,7 +272,9 @@ def test_peak_of_the_attention_function(feature_map, heads):
         return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     blocks._kept.__dict__.clear()  # buffers that an earlier call left behind would not be counted
-    assert row["attention_bytes"] <= peak_bytes(run) <= 1.1 * row["attention_bytes"]
+    block = blocks.cut(length, batch * heads[0], dim * dim, None, torch.device("cpu"))[0]
+    features = 4 * block.chunks * block.size * batch * heads[0] * dim
+    assert 0 <= peak_bytes(run) - row["attention_bytes"] <= features
 
 
 @pytest.mark.parametrize(
@@ -301,8 +303,8 @@ def test_crossovers_are_those_of_a_search(config):
 
 def test_crossover_in_the_middle_of_a_chunk_that_is_lost_again():
     """Between chunks a win can be lost once more: the crossover is after the last loss."""
-    loses = {0, 1, 2, 3, 4, 7, 8}
-    assert first_win(lambda n: n in loses, lambda n: 0.5) == 9
+    loses = {0, 1, 2, 3, 4, 7}
+    assert first_win(lambda n: n in loses, lambda n: 0.5) == 8
 
 
 def test_a_window_may_never_be_beaten():
