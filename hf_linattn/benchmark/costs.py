@@ -61,7 +61,10 @@ class SoftmaxLayer(NamedTuple):
         return 14 * batch * self.heads * self.head_dim * self.pairs(tokens)
 
     def attention_bytes(self, batch: int, tokens: int, itemsize: int, device: torch.device) -> int:
-        """q, k, v, out, their gradients, and per query the log of the denominator and dout . out in float32."""
+        """q, k, v, out, their gradients, and per query the log of the denominator and dout . out in float32.
+
+        A lower bound: the tiles that a kernel works on, which differ from kernel to kernel, are left out.
+        """
         tensors = 4 * batch * tokens * (self.heads + self.key_heads) * self.head_dim * itemsize
         return tensors + 2 * 4 * batch * tokens * self.heads
 
