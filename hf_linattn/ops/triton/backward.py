@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maps import features, phi_vjp, product, raw, real_keys, segment, state_tile, store_state, tile, values
+from .maps import context_tile, features, phi_vjp, product, raw, real_keys, segment, state_tile, store_state, values
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -184,11 +184,7 @@ def grad_value_kernel(
     batch, start, stop = segment(bounds, row, T, SEGMENTS, LENGTH, PACKED)
     f = tl.arange(0, BF)
     e = program % TILES * BE + tl.arange(0, BE)
-    inside = (f < F)[:, None] & (e < E)[None, :]
-    mu = tl.zeros([BF, BE], tl.float32)
-    if HAS_END:
-        at = row.to(tl.int64) * HK + head
-        mu = tl.load(tile(mu_end + at * (F * E), f, e, E, 1), mask=inside, other=0.0)
+    mu = context_tile(mu_end, row.to(tl.int64) * HK + head, f, e, F, E, HAS_END)
     k += batch * k_b + head * k_h
     chunks = tl.cdiv(tl.maximum(stop - start, 0), BT)
     for i in range(0, chunks):

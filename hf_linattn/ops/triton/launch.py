@@ -107,7 +107,8 @@ class Plan(NamedTuple):
     documents: int
     segments: int  # of each batch row, if not packed
     length: int
-    bounds: Tensor | None  # [rows, 2], if packed
+    tokens: int  # of each batch row
+    bounds: Tensor | None  # [rows, 3], if packed: start, stop, document
     first: Tensor | None  # [documents + 1]: the first segment of each packed document
 
     @property
@@ -125,11 +126,12 @@ def plan(batch: int, length: int, programs: int, cu_seqlens: Tensor | None, devi
     size = -(-size // 64) * 64 if wanted > 1 else length
     if cu_seqlens is None:
         segments = -(-length // size)
-        return Plan(batch * segments, batch, segments, size, None, None)
+        return Plan(batch * segments, batch, segments, size, length, None, None)
     ends = cu_seqlens.to(device=device, dtype=torch.int64)
     documents = ends.numel() - 1
     if wanted == 1:
-        return Plan(documents, documents, 1, length, torch.stack([ends[:-1], ends[1:]], 1).contiguous(), None)
+        bounds = torch.stack([ends[:-1], ends[1:], torch.arange(documents, device=device)], 1).contiguous()
+        return Plan(documents, documents, 1, length, length, bounds, None)
     # Without reading an offset: there are at most this many segments, and those beyond the last are empty.
     rows = -(-length // size) + documents
     counts = (ends.diff() + size - 1) // size
@@ -138,7 +140,7 @@ def plan(batch: int, length: int, programs: int, cu_seqlens: Tensor | None, devi
     document = torch.searchsorted(first[1:], row, right=True).clamp(max=documents - 1)
     start = ends[document] + (row - first[document]) * size
     stop = torch.minimum(start + size, ends[document + 1])
-    return Plan(rows, documents, 1, size, torch.stack([start, stop], 1).contiguous(), first)
+    return Plan(rows, documents, 1, size, length, torch.stack([start, stop, document], 1).contiguous(), first)
 
 
 def on_device(tensor: Tensor):

@@ -19,13 +19,23 @@ def segment(bounds, row, T, SEGMENTS, LENGTH, PACKED: tl.constexpr):
     """(batch row, first token, end) of segment `row`: from the table, or by cutting every batch row alike."""
     if PACKED:
         batch = (row * 0).to(tl.int64)
-        start = tl.load(bounds + 2 * row).to(tl.int32)
-        stop = tl.load(bounds + 2 * row + 1).to(tl.int32)
+        start = tl.load(bounds + 3 * row).to(tl.int32)
+        stop = tl.load(bounds + 3 * row + 1).to(tl.int32)
     else:
         batch = (row // SEGMENTS).to(tl.int64)
         start = (row % SEGMENTS) * LENGTH
         stop = tl.minimum(start + LENGTH, T)
     return batch, start, stop
+
+
+@triton.jit
+def document(bounds, row, SEGMENTS, PACKED: tl.constexpr):
+    """Which document segment `row` belongs to, as `segment` finds it."""
+    if PACKED:
+        at = tl.load(bounds + 3 * row + 2)
+    else:
+        at = (row // SEGMENTS).to(tl.int64)
+    return at
 
 
 @triton.jit
@@ -107,16 +117,24 @@ def values(base, t, e, rows, stride_t, stride_d, E: tl.constexpr, DOT: tl.conste
 
 
 @triton.jit
-def state_tile(mu, nu, at, f, e, F: tl.constexpr, E: tl.constexpr, PRESENT: tl.constexpr):
-    """State number `at` of contiguous mu [.., F, E] and nu [.., F], float32; zeros if there is none."""
-    inside = (f < F)[:, None] & (e < E)[None, :]
+def context_tile(mu, at, f, e, F: tl.constexpr, E: tl.constexpr, PRESENT: tl.constexpr):
+    """mu of `state_tile` alone."""
     if PRESENT:
+        inside = (f < F)[:, None] & (e < E)[None, :]
         mu_tile = tl.load(tile(mu + at * (F * E), f, e, E, 1), mask=inside, other=0.0)
-        nu_tile = tl.load(nu + at * F + f, mask=f < F, other=0.0)
     else:
         mu_tile = tl.zeros([f.shape[0], e.shape[0]], tl.float32)
+    return mu_tile
+
+
+@triton.jit
+def state_tile(mu, nu, at, f, e, F: tl.constexpr, E: tl.constexpr, PRESENT: tl.constexpr):
+    """State number `at` of contiguous mu [.., F, E] and nu [.., F], float32; zeros if there is none."""
+    if PRESENT:
+        nu_tile = tl.load(nu + at * F + f, mask=f < F, other=0.0)
+    else:
         nu_tile = tl.zeros([f.shape[0]], tl.float32)
-    return mu_tile, nu_tile
+    return context_tile(mu, at, f, e, F, E, PRESENT), nu_tile
 
 
 @triton.jit

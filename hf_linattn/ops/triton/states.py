@@ -87,12 +87,13 @@ def query_sums_kernel(
 def scan_kernel(
     sums, initial, final, first_segment, SEGMENTS, SIZE,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    KEEP_FINAL: tl.constexpr,
+    KEEP_STARTS: tl.constexpr, KEEP_FINAL: tl.constexpr,
 ):  # fmt: skip
-    """sums[i] <- initial + the sums before i, in place, over the segments i of each document (after i: REVERSE).
+    """final = initial + all sums, and with KEEP_STARTS sums[i] <- initial + the sums before i (after i: REVERSE), in
+    place, over the segments i of each document.
 
-    A program per (document, block of the SIZE state entries). Reads and writes every sum once, 8 N SIZE bytes, and
-    initial and final where there are any.
+    A program per (document, block of the SIZE state entries). Reads every sum once, 4 N SIZE bytes, and writes as much
+    with KEEP_STARTS; initial and final where there are any.
     """
     document = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -112,7 +113,8 @@ def scan_kernel(
         else:
             slot = start + i
         own = tl.load(sums + slot * SIZE + at, mask=inside, other=0.0)
-        tl.store(sums + slot * SIZE + at, carry, mask=inside)
+        if KEEP_STARTS:
+            tl.store(sums + slot * SIZE + at, carry, mask=inside)
         carry += own
     if KEEP_FINAL:
         tl.store(final + document * SIZE + at, carry, mask=inside)

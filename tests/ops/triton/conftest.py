@@ -57,3 +57,12 @@ def patch_the_language_once(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_builtin", patch_once)
     monkeypatch.setattr(interpreter._LangPatchScope, "restore", restore_and_forget)
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    """A GPU with more multiprocessors than there are heads: every document is cut into segments of 64 tokens."""
+    from hf_linattn.ops.triton import launch
+
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(launch, "SEGMENT", 16)

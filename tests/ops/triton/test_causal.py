@@ -4,45 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference import Problem, assert_close, gradients, random_problem
+from kernel_checks import DEVICE, check, problem, run, to_device
+from reference import Problem, assert_close, gradients
 
 from hf_linattn.ops import chunk_linear_attention, make_feature_map
 from hf_linattn.ops.triton import launch, triton_linear_attention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSED = ("elu1", "relu", "squared_relu", "exp", "softmax")
-
-
-def to_device(problem: Problem) -> Problem:
-    move = lambda x: x and tuple(s.to(DEVICE) for s in x) if isinstance(x, tuple) else x  # noqa: E731
-    tensors = {name: getattr(problem, name) for name in ("q", "k", "v", "key_mask", "cu_seqlens")}
-    moved = {name: x if x is None else x.to(DEVICE) for name, x in tensors.items()}
-    return replace(problem, **moved, initial_state=move(problem.initial_state))
-
-
-def run(problem, name="elu1", chunk_size=16, form=triton_linear_attention):
-    """([out, mu, nu], gradients of q, k, v and the initial state), back on the CPU."""
-    leaves = to_device(problem).leaves()
-    outputs = leaves.run(form, name, chunk_size=chunk_size)
-    inputs = leaves.tensors()
-    g = torch.Generator().manual_seed(0)
-    cotangents = [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in outputs]
-    grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-    assert [grad.dtype for grad in grads if grad is not None] == [x.dtype for x in inputs]
-    return [o.detach().cpu() for o in outputs], [None if g is None else g.cpu() for g in grads]
-
-
-def check(problem, name="elu1", chunk_size=16, tolerance=1e-5):
-    """Gradients are differences of terms of size v / denominator: that is what their rounding is relative to."""
-    outputs, grads = run(problem, name, chunk_size)
-    oracle = problem.leaves()
-    expected = oracle.solve(name)
-    assert_close(outputs, expected, tolerance, "out, mu, nu")
-    assert_close(grads, gradients(expected, oracle.tensors()), 2 * tolerance, "gradients of q, k, v, mu, nu")
-
-
-def problem(B=2, T=35, Hq=2, Hk=1, D=8, E=8, **options):
-    return random_problem(B, T, Hq, Hk, D, E, **{"dtype": torch.float32, **options})
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 130])
@@ -104,13 +72,6 @@ def test_packed_documents_without_states():
 # ---- segments
 
 
-@pytest.fixture
-def segments(monkeypatch):
-    """A GPU with more multiprocessors than there are heads: every document is cut into segments of 64 tokens."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
-    monkeypatch.setattr(launch, "SEGMENT", 16)
-
-
 def test_segments(segments):
     made = problem(B=1, T=150, mask="left", state="elu1")
     assert launch.plan(1, 150, 1, None, made.q.device).rows == 3
@@ -121,8 +82,8 @@ def test_segments_of_packed_documents(segments):
     bounds = [0, 5, 5, 100, 170]
     made = problem(B=1, T=170, Hq=1, mask="holes", state="elu1", cu_seqlens=bounds)
     plan = launch.plan(1, 170, 1, made.cu_seqlens, made.q.device)
-    assert plan.bounds.tolist()[:5] == [[0, 5], [5, 69], [69, 100], [100, 164], [164, 170]]
-    assert all(start >= stop for start, stop in plan.bounds.tolist()[5:])
+    assert plan.bounds.tolist()[:5] == [[0, 5, 0], [5, 69, 2], [69, 100, 2], [100, 164, 3], [164, 170, 3]]
+    assert all(start >= stop for start, stop, _ in plan.bounds.tolist()[5:])
     check(made, chunk_size=32)
 
 
