@@ -57,9 +57,9 @@ def linear_attention(
             itself; states then have N rows.
         normalize: divide by phi(q) nu. Where that is 0 (no key yet) the output and its gradient are 0.
         chunk_size: tokens per chunk; changes speed only. `None` picks by shape.
-        backend: `"torch"` for pure PyTorch, `"native"` for the CPU kernels and `"triton"` for the GPU kernels of the
-            causal form. `"auto"` takes the native kernels where they can run the call, and PyTorch otherwise (a
-            warning says so, once, where the machine is the reason); `HF_LINATTN_BACKEND` names another first choice.
+        backend: `"torch"` for pure PyTorch, `"native"` for the CPU kernels of the causal form, `"triton"` for the GPU
+            kernels. `"auto"` takes the native kernels where they can run the call, and PyTorch otherwise (a warning
+            says so, once, where the machine is the reason); `HF_LINATTN_BACKEND` names another first choice.
 
     Returns:
         `out` [B, T, Hq, E] in the dtype of v, and the final state ([B, Hk, F, E] and [B, Hk, F], float32, float64

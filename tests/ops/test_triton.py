@@ -52,7 +52,6 @@ def test_what_the_kernels_cannot_do(monkeypatch):
     assert triton.unsupported(*small(), feature_map="elu1") is None
     assert triton.unsupported(*small(), feature_map="taylor2") is None
     for options, words in (
-        ({"causal": False}, "causal=False"),
         ({"tensors": small(torch.float64)}, "float64"),
         ({"tensors": small(E=300)}, "E=300"),
         ({"tensors": small(D=300)}, "F=300"),

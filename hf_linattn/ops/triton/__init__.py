@@ -1,4 +1,4 @@
-"""Triton kernels for the causal form: forward, backward and decoding. The signature and result of the torch forms.
+"""Triton kernels: forward and backward, causal or not, and decoding. The signature and result of the torch forms.
 
 Importing this does not import Triton; the first call does. Kernels compute phi in registers in float32, keep mu and nu
 in float32, and run products in bf16 for bf16 input, in float32 otherwise (float16 could not hold a state). Without a
@@ -27,9 +27,7 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def unsupported(
-    q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap | str | None = None, causal: bool = True
-) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap | str | None = None) -> str | None:
     """Why the kernels cannot run this call, in one line, or `None` if they can."""
     if not _installed():
         return "triton is not installed (pip install triton)"
@@ -37,8 +35,6 @@ def unsupported(
         return f"q is on {q.device.type!r}, and the kernels need a CUDA or ROCm GPU"
     if q.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(q.device) < (8, 0):
         return f"{torch.cuda.get_device_name(q.device)} has neither bfloat16 nor TF32 products"
-    if not causal:
-        return "causal=False has no kernel"
     wrong = [str(x.dtype) for x in (q, k, v) if x.dtype not in (torch.float32, torch.bfloat16, torch.float16)]
     if wrong:
         return f"{wrong[0]} has no kernel; choose float32, bfloat16 or float16"
@@ -67,7 +63,7 @@ def triton_linear_attention(
     normalize: bool = True,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
-    """Causal linear attention in Triton kernels.
+    """Linear attention in Triton kernels.
 
     Arguments, result and errors are those of `linear_attention`. elu1, relu, squared_relu, exp, softmax and identity
     run inside the kernels; any other map is applied first, by torch. `chunk_size` (tokens) is rounded to what the
@@ -78,11 +74,13 @@ def triton_linear_attention(
     """
     feature_map = resolve_feature_map(feature_map, q)
     check_inputs(q, k, v, feature_map, causal, key_mask, initial_state, cu_seqlens, normalize, chunk_size)
-    reason = unsupported(q, k, v, feature_map=feature_map, causal=causal)
+    reason = unsupported(q, k, v, feature_map=feature_map)
     if reason is not None:
         raise RuntimeError(f"backend='triton' cannot run this call: {reason}")
-    from .causal import CausalKernels, Options
+    from .call import Options
+    from .causal import CausalKernels
     from .decode import decode
+    from .noncausal import NonCausalKernels
 
     input_dtype = q.dtype
     q, k, name = _fuse(q, k, v, feature_map, key_mask)
@@ -92,14 +90,15 @@ def triton_linear_attention(
     if initial_state is not None:
         state = tuple(sums.to(torch.float32).contiguous() for sums in initial_state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *state))
-    if q.shape[1] == 1 and cu_seqlens is None and not keep:
+    if causal and q.shape[1] == 1 and cu_seqlens is None and not keep:
         if initial_state is None:
             state = LinearAttentionState.zeros(q.shape[0], k.shape[2], k.shape[3], v.shape[3], device=q.device)
         final = tuple(torch.empty_like(sums) for sums in state)
         out = decode(q, k, v, state, final, name, normalize, mask)
     else:
         options = Options(name, input_dtype, normalize, chunk_size)
-        out, *final = CausalKernels.apply(q, k, v, *state, mask, cu_seqlens, output_final_state, keep, options)
+        kernels = CausalKernels if causal else NonCausalKernels
+        out, *final = kernels.apply(q, k, v, *state, mask, cu_seqlens, output_final_state, keep, options)
     return out, LinearAttentionState(*final) if output_final_state else None
 
 

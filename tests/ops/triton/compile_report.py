@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_linattn.ops.triton import backward, decode, forward, launch, states
+from hf_linattn.ops.triton import backward, decode, forward, launch, readout, states
 
 # bytes that a block may have, by compute capability (CUDA programming guide)
 SHARED_LIMIT = {cc: size * 1024 for cc, size in {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}
@@ -32,6 +32,8 @@ KERNELS = {
     "grad query": (backward.grad_query_kernel, "features"),
     "grad key": (backward.grad_key_kernel, "features"),
     "grad value": (backward.grad_value_kernel, "values"),
+    "read": (readout.read_kernel, "values"),
+    "grad read": (readout.grad_read_kernel, "features"),
     "decode": (decode.decode_kernel, None),
 }
 
@@ -41,7 +43,8 @@ def constants(name, over, dim, dtype, capability, group, map_name):
     every = {
         "F": dim, "E": dim, "G": group, "MAP": map_name, "PACKED": False, "HAS_MASK": True, "HAS_START": True,
         "HAS_END": True, "NORMALIZE": True, "KEEP_DENOMINATOR": True, "KEEP_END": True, "KEEP_START": True,
-        "REVERSE": False, "HAS_INITIAL": True, "KEEP_FINAL": True, "SHARED": True, "BLOCK": 1024,
+        "REVERSE": False, "HAS_INITIAL": True, "KEEP_STARTS": True, "KEEP_FINAL": True, "SHARED": True, "KEYS": False,
+        "BLOCK": 1024,
         **launch.products(dtype, dtype),
     }  # fmt: skip
     warps, stages = 4, 1

@@ -105,6 +105,43 @@ def test_bytes_are_those_of_the_model(moved, monkeypatch, dtype, split):
     assert set(moved) == {name for name in expected if split or "sums" not in name}
 
 
+@pytest.mark.parametrize("dtype, split", [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_bytes_of_the_noncausal_form(moved, monkeypatch, dtype, split):
+    B, T, S, Hq, Hk, F, E = (1, 70, 150, 2, 1, 20, 24) if split else (1, 20, 36, 2, 1, 200, 40)
+    if split:
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
+        monkeypatch.setattr(launch, "SEGMENT", 16)
+    leaves = random_problem(B, T, Hq, Hk, F, E, S=S, dtype=dtype).leaves()
+    out, _ = triton_linear_attention(
+        leaves.q, leaves.k, leaves.v, feature_map="elu1", causal=False, key_mask=torch.ones(B, S, dtype=torch.bool)
+    )
+    torch.autograd.grad(out.sum(), leaves.tensors())
+    X, Y = (launch.tiles(over, F, E, dtype, 0, None, "elu1").count for over in ("values", "features"))
+    queries, keys = (launch.plan(B, length, B * Hk * X, None, out.device) for length in (T, S))
+    assert queries.split == keys.split == split == (max(X, Y) == 1)
+    s, b, c, N, M = out.element_size(), B * T, B * S, queries.rows, keys.rows
+    mu, nu = 4 * Hk * F * E, 4 * Hk * F
+    expected = {
+        "key_sums_kernel": (X * s * c * Hk * F + s * c * Hk * E + X * Hk * c, M * (mu + nu)),
+        "query_sums_kernel": (X * s * b * Hq * F + s * b * Hq * E + X * 8 * b * Hq, N * (mu + nu)),
+        "delta_kernel": (2 * s * b * Hq * E, 4 * b * Hq),
+        # over the queries for out, then over the keys for dv
+        "read_kernel": (
+            X * s * b * Hq * F + N * (mu + X * nu) + X * s * c * Hk * F + X * Hk * c + M * mu,
+            s * b * Hq * E + 4 * b * Hq + s * c * Hk * E,
+        ),
+        # dq, then dk
+        "grad_read_kernel": (
+            s * b * (Hq * F + Y * Hq * E) + 8 * Y * b * Hq + N * (mu + nu)
+            + s * c * (Hk * F + Y * Hk * E) + Y * Hk * c + M * (mu + nu),
+            s * b * Hq * F + s * c * Hk * F,
+        ),
+    }  # fmt: skip
+    if split:
+        expected["scan_kernel"] = ((N + M) * (mu + nu), 2 * B * (mu + nu))
+    assert {name: tuple(both) for name, both in moved.items()} == expected
+
+
 @pytest.mark.parametrize("E", [24, 256])
 def test_a_token_reads_and_writes_its_state_once(moved, E):
     B, Hq, Hk, F = 2, 4, 2, 128
@@ -118,8 +155,9 @@ def test_a_token_reads_and_writes_its_state_once(moved, E):
     assert stored == 2 * B * Hq * E + 4 * B * Hk * (F * E + F) + tickets
 
 
-def test_products_are_those_of_the_model(monkeypatch):
-    """Where no tile is padded, the operations of every product add up to the docstrings' flops."""
+@pytest.fixture
+def flops(monkeypatch):
+    """{kernel: operations of its products}."""
     done, running, run, dot = {}, [], GridExecutor.__call__, InterpreterBuilder.create_dot
 
     def counted_run(self, *args, **kwargs):
@@ -133,6 +171,11 @@ def test_products_are_those_of_the_model(monkeypatch):
 
     monkeypatch.setattr(GridExecutor, "__call__", counted_run)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", counted_dot)
+    return done
+
+
+def test_products_are_those_of_the_model(flops):
+    """Where no tile is padded, the operations of every product add up to the docstrings' flops."""
     B, T, Hq, Hk, F, E, BT = 1, 32, 2, 1, 64, 128, 16
     made = random_problem(B, T, Hq, Hk, F, E, dtype=torch.float32).leaves()
     out, _ = triton_linear_attention(made.q, made.k, made.v, feature_map="elu1", chunk_size=BT)
@@ -140,11 +183,26 @@ def test_products_are_those_of_the_model(monkeypatch):
     X, Y = (launch.tiles(over, F, E, torch.float32, 0, BT, "elu1").count for over in ("values", "features"))
     assert min(X, Y) > 1
     own, states = Hq * BT * (F + E), (Hq + Hk) * F * E
-    assert done == {
+    assert flops == {
         "forward_kernel": 2 * B * T * (own + (X - 1) * Hq * BT * F + states),
         "grad_query_kernel": 2 * B * T * (own + (Y - 1) * Hq * BT * E + states),
         "grad_key_kernel": 2 * B * T * (own + (Y - 1) * Hq * BT * E + states),
         "grad_value_kernel": 2 * B * T * (own + (X - 1) * Hq * BT * F + states),
+    }
+
+
+def test_products_of_the_noncausal_form(flops):
+    """Each of the six passes over queries or keys costs 2 F E a token and head, whatever the tiles."""
+    B, T, S, Hq, Hk, F, E = 1, 32, 64, 2, 1, 64, 128
+    made = random_problem(B, T, Hq, Hk, F, E, S=S, dtype=torch.float32).leaves()
+    out, _ = triton_linear_attention(made.q, made.k, made.v, feature_map="elu1", causal=False)
+    torch.autograd.grad(out.sum(), made.tensors())
+    queries, keys = 2 * B * T * Hq * F * E, 2 * B * S * Hk * F * E
+    assert flops == {
+        "key_sums_kernel": keys,
+        "read_kernel": queries + keys,
+        "grad_read_kernel": queries + keys,
+        "query_sums_kernel": queries,
     }
 
 

@@ -1,4 +1,4 @@
-"""The causal cases of data/linear_attention.json, from explicit float64 loops, through the kernels."""
+"""The stored cases of data/linear_attention.json, from explicit float64 loops, through the kernels."""
 
 from dataclasses import replace
 
@@ -10,17 +10,18 @@ from hf_linattn.ops import make_feature_map
 from hf_linattn.ops.triton import triton_linear_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CASES = [case for case in golden_cases() if case["causal"]]
+CASES = golden_cases()
 
 
 def tensor(case, key):
     return torch.tensor(case[key], dtype=torch.float32, device=DEVICE)[None]
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", sorted({case["feature_map"] for case in CASES}))
-def test_stored_cases(name):
+def test_stored_cases(name, causal):
     for i, case in enumerate(CASES):
-        if case["feature_map"] != name:
+        if (case["feature_map"], case["causal"]) != (name, causal):
             continue
         start = case.get("resumed_at", 0)
         q, k, v = (tensor(case, key)[:, start:].requires_grad_() for key in "qkv")
@@ -30,7 +31,7 @@ def test_stored_cases(name):
         feature_map = name
         if name == "hedgehog_identity":
             feature_map = make_feature_map("hedgehog", q.shape[3], q.shape[2], k.shape[2]).to(DEVICE)
-        made = Problem(q, k, v, mask, state, bounds)
+        made = Problem(q, k, v, mask, state, bounds, causal)
         out, mu, nu = made.run(triton_linear_attention, feature_map, chunk_size=16)
         real = mask[0].cpu()
         expected = {key: torch.tensor(case[key], dtype=torch.float64) for key in ("out", "mu", "nu") if key in case}
