@@ -71,23 +71,26 @@ def test_without_triton(monkeypatch):
 # ---- what they compile to
 
 
+# (kernel, compute capability): bytes a thread that float32 spills at D = E = 128; no other tile, number of warps or
+# stages, nor the order of a product's sides, has fewer
+SPILLS = {("forward", 80): 8, ("forward", 90): 16, ("forward", 100): 48, ("grad key", 100): 8, ("grad value", 90): 56}
+
+
 @needs_triton
-def test_compiled_kernels_fit_their_gpus(tmp_path):
-    """No register is spilled and the shared memory exists. These are the tightest; `compile_report.py` by itself prints
-    every combination."""
-    everything = "forward,grad query,grad key,grad value,query sums,scan,decode"
-    jobs = [
-        (90, 128, "bf16", everything),
-        (80, 64, "bf16", "grad key"),
-        (100, 64, "bf16", "grad key"),
-        (90, 64, "fp32", "grad key"),
-    ]
+@pytest.mark.parametrize("dtype, dim", [("bf16", 64), ("bf16", 128), ("fp32", 64), ("fp32", 128)])
+def test_compiled_kernels_fit_their_gpus(tmp_path, dtype, dim):
+    """No register is spilled, but for `SPILLS`, and the shared memory exists, also on consumer GPUs."""
+    kernels = "forward,key sums,query sums,delta,grad query,grad key,grad value,read,grad read,decode"
+    kernels += ",scan" if dim == 64 else ""  # whatever the shape, it is one kernel
+    jobs = [(capability, dim, dtype, kernels) for capability in (80, 90, 100)]
     result = run(FOLDER / "compile_report.py", "--json", json.dumps(jobs), TRITON_CACHE_DIR=str(tmp_path),
                  PYTHONPATH=str(ROOT), TRITON_INTERPRET="0")  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     rows = json.loads(result.stdout.splitlines()[-1])
-    assert len(rows) == len(everything.split(",")) + 3
+    assert len(rows) == 3 * len(kernels.split(","))
     for row in rows:
         print(*(f"{key}={value}" for key, value in row.items()))
-        assert row["spilled"] == 0, row
-        assert row["shared"] <= row["limit"], row
+    for row in rows:
+        known = SPILLS.get((row["kernel"], row["sm"]), 0) if (dtype, dim) == ("fp32", 128) else 0
+        assert row["spilled"] <= known, row
+        assert row["shared"] <= 99 * 1024, row

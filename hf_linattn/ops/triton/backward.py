@@ -18,7 +18,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maps import context_tile, features, phi_vjp, product, raw, real_keys, segment, state_tile, store_state, values
+from .maps import (
+    context_tile,
+    features,
+    phi_vjp,
+    product,
+    raw,
+    real_keys,
+    scores,
+    segment,
+    state_tile,
+    store_state,
+    values,
+)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -148,7 +160,7 @@ def grad_key_kernel(
                 p = p / tl.load(denominator + to, mask=rows, other=1.0)[:, None]
                 nu += tl.sum(p * grad_one[:, None], 0)
             p = p.to(DOT)
-            weights = product(value, tl.trans(grad), None, PRECISION)  # keys down, queries across
+            weights = scores(value, grad, PRECISION, DOT == tl.float32)  # keys down, queries across
             if NORMALIZE:
                 weights += grad_one[None, :]
             weights = tl.where(t[:, None] <= t[None, :], weights, 0.0).to(DOT)
@@ -198,7 +210,7 @@ def grad_value_kernel(
             grad = values(grad_out + batch * o_b + q_head * o_h, t, e, rows, o_t, o_d, E, DOT)
             phi_q = features(q + batch * q_b + q_head * q_h, t, f, rows, q_t, q_d, F, MAP)
             # keys down, queries across; divided after the product, like the forward's, which den has summed
-            weights = product(phi_k, tl.trans(phi_q.to(DOT)), None, PRECISION)
+            weights = scores(phi_k, phi_q.to(DOT), PRECISION, DOT == tl.float32 and BF >= 128)
             if NORMALIZE:
                 to = (batch * T + t) * (HK * G) + q_head
                 below = tl.load(denominator + to, mask=rows, other=1.0)

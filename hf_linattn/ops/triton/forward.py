@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .maps import features, product, real_keys, segment, state_tile, store_state, tile, values
+from .maps import features, product, real_keys, scores, segment, state_tile, store_state, tile, values
 
 
 @triton.jit(do_not_specialize=["T", "SEGMENTS", "LENGTH"])
@@ -58,7 +58,7 @@ def forward_kernel(
             if NORMALIZE:
                 below = tl.sum(phi_q * nu[None, :], 1)
             phi_q = phi_q.to(DOT)
-            weights = product(phi_q, tl.trans(phi_k), None, PRECISION)
+            weights = scores(phi_q, phi_k, PRECISION, DOT == tl.float32 and BF < 128)
             weights = tl.where(t[:, None] >= t[None, :], weights, 0.0).to(DOT)
             sums = product(phi_q, past, None, PRECISION)
             sums = product(weights, value, sums, PRECISION)

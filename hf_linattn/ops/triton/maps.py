@@ -153,3 +153,15 @@ def product(a, b, acc, PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def scores(a, b, PRECISION: tl.constexpr, TURNED: tl.constexpr):
+    """a b^T, or TURNED the same as (b a^T)^T.
+
+    The left side of a product takes more registers. Float32, which three-pass TF32 holds twice, spills or not by which
+    of the two it is; each caller states what ptxas fits into registers (tests/ops/triton/compile_report.py).
+    """
+    if TURNED:
+        return tl.trans(product(b, tl.trans(a), None, PRECISION))
+    return product(a, tl.trans(b), None, PRECISION)
