@@ -49,9 +49,9 @@ def tiles(
     """Tiles over the "values" (forward, state sums, dv: F whole) or over the "features" (dq, dk: E whole).
 
     The largest that ptxas fits into registers for F, E <= 128; three-pass TF32 holds each operand twice, so float32
-    gets less (and three kernels at 128 still spill: forward up to 48 bytes a thread, dk 8, dv 56). A product of 64 rows keeps four warps busy on Hopper
-    and Blackwell, whose warps multiply in groups, and one of 32 keeps two to four busy elsewhere; more warps would
-    repeat its work, and only hold more registers.
+    gets less, and at 128 the forward, dk and dv still spill on some GPUs, up to 56 bytes a thread. A product of 64 rows
+    keeps four warps busy on Hopper and Blackwell, whose warps multiply in groups, and one of 32 keeps two to four busy
+    elsewhere; more warps would repeat its work, and only hold more registers.
     """
     whole, cut = (features, values) if over == "values" else (values, features)
     whole, half, groups = _block(whole), dot == torch.bfloat16, capability in WARP_GROUPS
