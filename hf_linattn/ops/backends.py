@@ -2,7 +2,7 @@
 
     torch     any device, dtype, map and form; what the others are compared with
     native    the causal form on a CPU, float32 and bfloat16; compiled by the machine's own C compiler (native/)
-    triton    the causal form on a GPU (triton/)
+    triton    both forms on a GPU (triton/)
 
 `backend="auto"` takes the native kernels where they can run a call on a CPU, and PyTorch otherwise: on a GPU too, until
 the Triton kernels, proven in Triton's interpreter, have run on one. The environment variable `HF_LINATTN_BACKEND` names

@@ -27,8 +27,10 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap | str | None = None) -> str | None:
-    """Why the kernels cannot run this call, in one line, or `None` if they can."""
+def unsupported(
+    q: Tensor, k: Tensor, v: Tensor, *, feature_map: FeatureMap | str | None = None, causal: bool = True
+) -> str | None:
+    """Why the kernels cannot run this call, in one line, or `None` if they can. Causal or not, there are kernels."""
     if not _installed():
         return "triton is not installed (pip install triton)"
     if q.device.type != "cuda" and not (q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
