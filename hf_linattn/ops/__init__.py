@@ -83,7 +83,7 @@ def linear_attention(
         is_step = causal and q.dim() == 4 and q.shape[1] == 1
         form = recurrent_linear_attention if is_step else chunk_linear_attention
     else:
-        form = without_autocast(backends.form(backend))
+        form = backends.form(backend)
     return form(
         q,
         k,

@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..blocks import first_order_only
+from ..blocks import first_order_only, without_autocast
 from ..feature_maps import Elu1, Exp, FeatureMap, Identity, Relu, Softmax, SquaredRelu
 from ..inputs import check_feature_dim, check_inputs, resolve_feature_map
 from ..state import LinearAttentionState
@@ -44,6 +44,7 @@ def unsupported(
     return missing()
 
 
+@without_autocast
 def native_linear_attention(
     q: Tensor,
     k: Tensor,

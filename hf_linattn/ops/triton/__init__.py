@@ -14,6 +14,7 @@ import os
 import torch
 from torch import Tensor
 
+from ..blocks import without_autocast
 from ..feature_maps import Elu1, Exp, FeatureMap, Identity, Relu, Softmax, SquaredRelu
 from ..inputs import check_feature_dim, check_inputs, resolve_feature_map
 from ..state import LinearAttentionState
@@ -51,6 +52,7 @@ def unsupported(
     return None
 
 
+@without_autocast
 def triton_linear_attention(
     q: Tensor,
     k: Tensor,
