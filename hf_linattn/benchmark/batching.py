@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 import hf_linattn  # noqa: F401  registers the models
 
-from .compare import synchronize
 from .record import record, write_json
+from .timing import synchronize
 
 SIDES = ("one_by_one", "static", "continuous")
 

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import hf_linattn  # noqa: F401  registers the models
 
 from .record import record, write_json
+from .timing import median_ratio, synchronize
 
 CONTEXTS = (256, 1024, 4096, 16384)
 SHARED_FIELDS = (
@@ -41,6 +42,22 @@ def cache_nbytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
 
 
+def random_linattn(
+    hidden_size: int, num_hidden_layers: int, num_attention_heads: int, vocab_size: int, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A randomly initialised linattn of the given size; an MLP is 8/3 as wide as the rest."""
+    config = AutoConfig.for_model(
+        "linattn",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_attention_heads,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 class Decoder:
     """A model that has read a context and generates from it, one timed step at a time."""
 
@@ -58,11 +75,6 @@ class Decoder:
         self.token = output.logits[:, -1:].argmax(-1)
         synchronize(self.model.device)
         return (time.perf_counter() - start) * 1e3
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 @torch.no_grad()
@@ -106,7 +118,7 @@ def compare(
             }
         row["llama_over_model"] = {
             "cache_bytes": decoders["llama"].context_bytes / decoders["model"].context_bytes,
-            "ms_per_token": statistics.median(b / a for a, b in zip(medians["model"], medians["llama"], strict=True)),
+            "ms_per_token": median_ratio(medians["llama"], medians["model"]),
         }
         rows.append(row)
     return {
@@ -143,16 +155,8 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.model:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
     else:
-        config = AutoConfig.for_model(
-            "linattn",
-            vocab_size=arguments.vocab_size,
-            hidden_size=arguments.hidden_size,
-            intermediate_size=arguments.hidden_size * 8 // 3,
-            num_hidden_layers=arguments.num_hidden_layers,
-            num_attention_heads=arguments.num_attention_heads,
-            num_key_value_heads=arguments.num_attention_heads,
-        )
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        model = random_linattn(*(getattr(arguments, name) for name in sizes), dtype)
     model = model.to(arguments.device)
     write_json(arguments.out, compare(model, arguments.contexts, arguments.tokens, arguments.rounds, arguments.seed))
 

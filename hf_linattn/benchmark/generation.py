@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import LinearAttentionCache
-from .compare import synchronize
 from .record import read_json, record, write_json
+from .timing import synchronize
 
 PADDING = 5  # tokens in front of a padded row
 SETTLING = 3  # tokens of a call that are not counted

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
-M_MMAP_THRESHOLD, LARGE = -3, 1 << 18
+# glibc's options for blocks that come from the system and go back to it when they are freed, and for the heap's end
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+LARGE, MOST = 1 << 18, 1 << 25  # bytes; glibc lets a block of up to MOST stay on the heap once one was freed
 
 
 def can_measure(device: torch.device) -> bool:
@@ -26,32 +30,56 @@ def can_measure(device: torch.device) -> bool:
     return device.type == "cpu" and sys.platform == "linux"
 
 
-def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that a call adds at its peak, its results included.
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Bytes that a call adds at its peak, its results included; `None` where that cannot be measured.
 
-    On a CPU these are resident bytes of the process. From the first call on, large blocks of memory go back to the
-    system as soon as they are freed, which slows what allocates them: measure times before.
+    On a GPU the allocator's own peak; on a CPU resident bytes of the process, in whole pages. Call it once before, so
+    that libraries, kernels and thread pools have settled.
     """
-    function()  # libraries, kernels and thread pools settle
+    if not can_measure(device):
+        return None
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        function()
+        call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    with _freed_is_gone():
+        CLEAR_REFS.write_text("5")
+        before = _kibibytes("self/status", "VmRSS")
+        call()
+        return 1024 * (_kibibytes("self/status", "VmHWM") - before)
+
+
+@contextlib.contextmanager
+def _freed_is_gone() -> Iterator[None]:
+    """Large blocks come from the system and go back at once, instead of lying about in the heap."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
-        function()
-        libc.malloc_trim(0)
-    CLEAR_REFS.write_text("5")
-    before = _status("VmRSS")
-    function()
-    return _status("VmHWM") - before
+    if not hasattr(libc, "mallopt"):  # not glibc
+        yield
+        return
+    libc.mallopt(MMAP_THRESHOLD, LARGE)
+    libc.malloc_trim(0)
+    try:
+        yield
+    finally:  # where glibc's own rule leads in a process that frees large blocks
+        libc.mallopt(MMAP_THRESHOLD, MOST)
+        libc.mallopt(TRIM_THRESHOLD, 2 * MOST)
 
 
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
+def free_bytes(device: torch.device) -> float:
+    """Bytes that can still be allocated; infinite where the system does not say."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return 1024 * _kibibytes("meminfo", "MemAvailable")
+    except (OSError, StopIteration):
+        return math.inf
+
+
+def _kibibytes(file: str, field: str) -> int:
+    lines = (Path("/proc") / file).read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))

@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "triton")
+PACKAGES = (
+    "hf-linattn",
+    "torch",
+    "transformers",
+    "accelerate",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "triton",
+    "fla-core",
+)
 
 
 def record(seed: int | None = None, launcher: str = "python") -> dict[str, Any]:
@@ -41,6 +51,8 @@ def command(launcher: str = "python") -> str:
     else:
         script = Path(sys.argv[0]).resolve()
         program = [str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else script.name]
+        if script.suffix != ".py":  # an installed command starts by its own name
+            return shlex.join([script.name, *map(portable, sys.argv[1:])])
     return f"{launcher} {shlex.join([*program, *map(portable, sys.argv[1:])])}"
 
 
@@ -105,10 +117,12 @@ def memory_gib() -> float | None:
 
 
 def write_json(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Writes a result file, making its folder."""
+    """Writes a result file, making its folder; an interrupt leaves the old file or the new one, whole."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:

@@ -58,6 +58,26 @@ def test_command_runs_again_from_the_same_folder(tmp_path, monkeypatch):
     assert command() == "python x.py --out here/a.json b.json"  # no folder of this machine
 
 
+def test_command_that_was_installed(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["/anywhere/bin/hf-linattn", "benchmark", "--quick"])
+    assert command() == "hf-linattn benchmark --quick"
+
+
+def test_an_interrupt_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    write_json(tmp_path / "r.json", {"a": 1})
+    real = Path.write_text
+
+    def interrupted(path, text):
+        real(path, text[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "r.json", {"a": 2})
+    assert read_json(tmp_path / "r.json") == {"a": 1}
+
+
 def test_command_of_a_module(monkeypatch):
     spec = type("Spec", (), {"name": "hf_linattn.benchmark.ops"})
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
@@ -76,3 +96,4 @@ def test_record_and_its_file(tmp_path):
     assert str(Path.home()) not in result["command"]
     write_json(tmp_path / "new" / "folder" / "r.json", result)
     assert read_json(tmp_path / "new" / "folder" / "r.json") == result
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["r.json"]
