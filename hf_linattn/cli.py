@@ -1,9 +1,10 @@
-"""The command line: read a text once, keep the state, ask about it; plan what a model will cost; serve a model.
+"""The command line: read a text once, keep the state, ask about it; plan a model's costs, measure them; serve a model.
 
 hf-linattn env
 hf-linattn read book.txt --model runs/demo --out book.state
 hf-linattn ask book.state "def main():"
 hf-linattn plan runs/demo --context 4096 65536
+hf-linattn benchmark
 hf-linattn transformers serve runs/demo
 """
 
@@ -18,7 +19,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from .benchmark import plan
+from .benchmark import plan, suite
 from .cache import LinearAttentionCache, state_header
 from .generation import FileStreamer
 
@@ -119,10 +120,15 @@ def _load(name: str, device: str | None):
     return model, AutoTokenizer.from_pretrained(name)
 
 
+class Parser(argparse.ArgumentParser):
+    """Bad usage is what any bad input is: one line, and exit code 1."""
+
+    def error(self, message: str) -> None:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hf-linattn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="hf-linattn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("read", help="read a text file and save the state")
     command.add_argument("text", type=Path, help="a UTF-8 text file")
@@ -145,6 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--device", help="cpu, cuda, ...; by default the CPU, and a GPU if there is one")
     command.set_defaults(run=run_env)
     plan.add_arguments(commands.add_parser("plan", help="bytes and operations at a context, linear beside softmax"))
+    suite.add_arguments(commands.add_parser("benchmark", help="measure speed and memory here: JSON, tables, figures"))
     commands.add_parser("transformers", add_help=False, help="transformers' own commands (serve, chat, ...)")
     return parser
 

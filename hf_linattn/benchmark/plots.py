@@ -12,26 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from .record import read_json
-from .tables import bytes_text
+from .tables import RIVALS, TITLES, bytes_text, settings_text, tokens_per_second
 
 STYLES = (
     {"color": "#0b4f9c", "linestyle": "-", "marker": "o"},
     {"color": "#c46a00", "linestyle": "--", "marker": "s"},
     {"color": "#555555", "linestyle": ":", "marker": "^"},
-    {"color": "#8a1c5c", "linestyle": "-.", "marker": "D"},
-    {"color": "#2e7d4f", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
 )
+# A side of a level looks the same in every picture.
+LOOKS = {
+    "native": STYLES[0],
+    "model": STYLES[0],
+    "softmax": STYLES[1],
+    "llama": STYLES[1],
+    "bucketed": STYLES[2],
+    "torch": {"color": "#8a1c5c", "linestyle": "-.", "marker": "D"},
+    "triton": {"color": "#000000", "linestyle": "-", "marker": "v"},
+    "fla": {"color": "#2e7d4f", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "x"},
+}
 
 
-def figure(panels: int = 1) -> tuple[Any, list[Any]]:
-    """A figure and its panels, side by side."""
+def figure(panels: int = 1, rows: int = 1, width: float = 5.6) -> tuple[Any, list[Any]]:
+    """A figure and its panels, row by row; `panels` of `width` inches stand side by side."""
     # The object interface: no global state, no window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(5.6 * panels + 0.8, 4.0), dpi=150, layout="constrained")
+    fig = Figure(figsize=(width * panels + 0.8, 4.0 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(fig)
-    return fig, list(fig.subplots(1, panels, squeeze=False)[0])
+    return fig, list(fig.subplots(rows, panels, squeeze=False).flat)
 
 
 def label(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
@@ -62,49 +71,25 @@ def lines(axes: Any, x: list[float], series: dict[str, list[float]]) -> None:
     axes.margins(x=0.04, y=0.12)
 
 
-def curves(axes: Any, series: dict[str, list[tuple[float, float]]]) -> None:
-    """Lines of different lengths on log axes, named in a legend: their ends may lie close together."""
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for (name, points), style in zip(series.items(), STYLES, strict=False):
-        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.6, markersize=4.5, **style)
-    lengths = sorted({x for points in series.values() for x, _ in points})
-    shown = lengths[:: max(1, math.ceil(len(lengths) / 7))]
-    axes.set_xticks(shown, [length_text(x) for x in shown])
-    axes.legend(fontsize=8, frameon=False)
-    axes.margins(x=0.04, y=0.08)
-
-
-def mark(axes: Any, x: float, text: str) -> None:
-    """A thin vertical line with a note at its foot."""
-    axes.axvline(x, color="#333333", linewidth=0.9, linestyle=(0, (1, 2)))
-    axes.annotate(text, (x, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
-                  fontsize=8, color="#333333", va="bottom")  # fmt: skip
-
-
-def length_text(length: float) -> str:
-    """1,024 as 1k, 1,048,576 as 1M."""
-    for size, unit in ((2**20, "M"), (2**10, "k")):
-        if length >= size:
-            return f"{length / size:g}{unit}"
-    return f"{length:g}"
-
-
 def round_ticks(axes: Any, values: list[float]) -> None:
-    """1, 2 and 5 times powers of ten on the y axis; only the powers where that would be many."""
+    """1, 2 and 5 times powers of ten on the y axis; only the powers where that would be many, more where few."""
     low, high = min(values) / 1.6, max(values) * 1.6
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [m * 10**e for e in powers for m in (1, 2, 5) if low <= m * 10**e <= high]
     if len(ticks) > 8:
         ticks = [10**e for e in powers if low <= 10**e <= high]
-    axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    if len(ticks) < 4:
+        ticks = [m * 10**e for e in powers for m in (1, 1.5, 2, 3, 4, 5, 7) if low <= m * 10**e <= high]
+    axes.set_yticks(ticks, [f"{tick:,g}" if tick < 1e6 else f"{tick / 1e6:,g} million" for tick in ticks])
     axes.minorticks_off()
 
 
 def byte_ticks(axes: Any, values: list[float]) -> None:
-    """Powers of four on the y axis, in binary units."""
-    exponents = range(math.floor(math.log(min(values), 4)), math.ceil(math.log(max(values), 4)) + 1)
-    axes.set_yticks([4**e for e in exponents], [bytes_text(4**e) for e in exponents])
+    """Powers of four on the y axis, in binary units; of two or sixteen where that is few or many."""
+    low, high = math.log2(min(values)), math.log2(max(values))
+    step = 1 if high - low < 3 else 2 if high - low < 16 else 4
+    exponents = range(step * math.floor(low / step), step * math.ceil(high / step) + 1, step)
+    axes.set_yticks([2**e for e in exponents], [bytes_text(2**e) for e in exponents])
     axes.minorticks_off()
 
 
@@ -129,31 +114,72 @@ def plot_compare(result: dict[str, Any], folder: Path) -> list[Path]:
     return [save(fig, folder / "compare.png")]
 
 
-def plot_ops(result: dict[str, Any], folder: Path) -> list[Path]:
-    """ops.png: time against the length, forward and forward with backward, with the crossing of softmax attention.
-    memory.png: peak memory of the two."""
-    written = []
-    for name, quantity, unit, ticks in (
-        ("ops.png", "ms", "milliseconds", round_ticks),
-        ("memory.png", "peak_bytes", "peak memory", byte_ticks),
-    ):
-        fig, panels = figure(2)
-        for axes, pass_name in zip(panels, ("forward", "forward+backward"), strict=True):
-            label(axes, f"{pass_name} ({result['device']}, {result['dtype']})", "length (tokens)", unit)
-            entries = [(row["length"], row.get(pass_name, {})) for row in result["rows"]]
-            series = {
-                title: [(length, entry[side][quantity]) for length, entry in entries if quantity in entry.get(side, {})]
-                for side, title in result["sides"].items()
-            }
-            curves(axes, {title: points for title, points in series.items() if points})
-            values = [y for points in series.values() for _, y in points]
-            if values:
-                ticks(axes, values)
-            crossing = result["crossover"].get(pass_name, {}).get("softmax")
-            if quantity == "ms" and crossing is not None:
-                mark(axes, crossing, f"softmax slower\nfrom {crossing:,.0f}")
-        written.append(save(fig, folder / name))
-    return written
+def plot_level(result: dict[str, Any], folder: Path) -> list[Path]:
+    """benchmark_*.png: for every pass speed and memory against the length, where they cross marked."""
+    passes = {name: measured for name, measured in result.get("passes", {}).items() if measured["rows"]}
+    if not passes:
+        return []
+    fig, panels = figure(max(2, len(passes)), rows=min(2, len(passes)), width=4.8)
+    fig.suptitle(f"{TITLES[result['kind']]} ({settings_text(result)})", fontsize=11)
+    lengths = sorted({row["length"] for measured in passes.values() for row in measured["rows"]})
+    for i, (name, measured) in enumerate(passes.items()):
+        at = "context" if name == "decode" else "length"
+        speed, memory = panels[i], panels[len(passes) + i]
+        label(speed, f"{name}: speed", f"{at} (tokens)", "tokens per second")
+        values = side_lines(
+            speed, result, measured, lengths,
+            lambda row, side, name=name: tokens_per_second(result["sizes"], name, row["length"], side["ms"]),
+        )  # fmt: skip
+        round_ticks(speed, values)
+        mark_crossover(speed, measured)
+        what = "cache or state" if name == "decode" else "peak memory of a call"
+        label(memory, f"{name}: {what}", f"{at} (tokens)", "")
+        key = "held_bytes" if name == "decode" else "peak_bytes"
+        if values := side_lines(memory, result, measured, lengths, lambda row, side, key=key: side[key]):
+            byte_ticks(memory, values)
+    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return [save(fig, folder / f"{result['kind'].replace(' ', '_')}.png")]
+
+
+def side_lines(
+    axes: Any, result: dict[str, Any], measured: dict[str, Any], lengths: list[int], value: Callable
+) -> list[float]:
+    """A line for every measured side, named for the legend; returns all values."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    every = -(-len(lengths) // 7)
+    axes.set_xticks(lengths[::every], [length_text(length) for length in lengths[::every]])
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+    drawn = []
+    for side, about in result["sides"].items():
+        points = [(row["length"], value(row, row["sides"][side])) for row in measured["rows"] if side in row["sides"]]
+        points = [(x, y) for x, y in points if y]  # a device may not tell its memory
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, linewidth=1.8, markersize=5, label=about["label"], **LOOKS[side])
+            drawn += y
+    axes.margins(y=0.12)
+    return drawn
+
+
+def mark_crossover(axes: Any, measured: dict[str, Any]) -> None:
+    """An upright line where the first side becomes faster than softmax attention for good."""
+    for side in RIVALS:
+        place = measured["crossover"].get(side)
+        if place and place["interpolated"]:
+            axes.axvline(place["interpolated"], color="#777777", linewidth=1.0, linestyle=(0, (1, 2)))
+            axes.annotate(
+                f"faster from {place['interpolated']:,.0f} tokens", (place["interpolated"], 0.02), xytext=(4, 0),
+                xycoords=("data", "axes fraction"), textcoords="offset points", va="bottom", fontsize=8,
+            )  # fmt: skip
+
+
+def length_text(length: int) -> str:
+    """128, 2k, 1M: binary thousands where they are whole."""
+    for size, unit in ((2**20, "M"), (2**10, "k")):
+        if length % size == 0:
+            return f"{length // size}{unit}"
+    return f"{length:,}"
 
 
 def plot_train(result: dict[str, Any], folder: Path) -> list[Path]:
@@ -185,8 +211,10 @@ def save(fig: Any, path: Path) -> Path:
 
 
 PLOTS: dict[str, Callable[[dict[str, Any], Path], list[Path]]] = {
+    "benchmark decode": plot_level,
+    "benchmark model": plot_level,
+    "benchmark op": plot_level,
     "compare": plot_compare,
-    "ops": plot_ops,
     "train": plot_train,
 }
 

@@ -4,7 +4,6 @@ python -m hf_linattn.benchmark.tables runs/demo/results.json [--out table.md]
 """
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,35 +49,6 @@ def compare_table(result: dict[str, Any]) -> str:
     ]
     header = ["context (tokens)", "cache", "Llama's cache", "ratio", "ms/token", "Llama's ms/token", "ratio"]
     return table(header, rows)
-
-
-def ops_table(result: dict[str, Any]) -> str:
-    """For each pass: the time of the main side, how much longer the others take, its share of the machine's rate, and
-    peak memory; and from which length each of the others is slower."""
-    main, titles = result["main"], result["sides"]
-    others = [side for side in titles if side != main]
-    q_bytes = math.prod(result["sizes"].values()) * {"float32": 4, "bfloat16": 2, "float16": 2}[result["dtype"]]
-    parts = []
-    for name, crossings in result["crossover"].items():
-        header = [f"{name}, length", f"{titles[main]}, ms", *(titles[side] for side in others)]
-        header += ["of the product rate", "memory, times q"]
-        rows = []
-        for row in result["rows"]:
-            entries = row.get(name, {})
-            if main not in entries:
-                continue
-            cells = [f"{row['length']:,}", milliseconds_text(entries[main]["ms"])]
-            cells += [ratio_text(entries[side]["over_main"]) if side in entries else "" for side in others]
-            share, peak = entries[main].get("of_product_rate"), entries[main].get("peak_bytes")
-            cells.append("" if share is None else f"{share:.2f}")
-            cells.append("" if peak is None else f"{peak / (row['length'] * q_bytes):.1f}")
-            rows.append(cells)
-        parts.append(table(header, rows))
-        slower = [
-            f"{titles[side]} from {length:,.0f} tokens" for side, length in crossings.items() if length is not None
-        ]
-        parts.append(f"Slower than {titles[main]}: {'; '.join(slower) or 'none'}.\n")
-    return "\n".join(parts)
 
 
 def train_table(result: dict[str, Any]) -> str:
@@ -186,12 +156,170 @@ def plan_table(result: dict[str, Any]) -> str:
     return "\n".join([head, "", *models, "", costs, "Linear attention is lower in", "", *wins, ""])
 
 
+TITLES = {
+    "benchmark op": "Attention function",
+    "benchmark decode": "Attention function",
+    "benchmark model": "Model",
+}
+RIVALS = ("softmax", "llama")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def level_table(result: dict[str, Any]) -> str:
+    """A level of `hf-linattn benchmark`: for every pass a table, where it crosses over, and who was dropped."""
+    parts = [error_table(result)] if result.get("errors") else []
+    passes = {name: measured for name, measured in result.get("passes", {}).items() if measured["rows"]}
+    for name, measured in passes.items():
+        parts.append(f"{TITLES[result['kind']]}, {name} ({settings_text(result)}):\n")
+        parts.append(pass_table(result, name, measured))
+    lines = [line for name, measured in passes.items() for line in remarks(result, name, measured)]
+    lines += [f"{label} was not measured: {reason}." for label, reason in result.get("absent", {}).items()]
+    return "\n".join([*parts, "".join(f"- {line}\n" for line in lines)])
+
+
+def settings_text(result: dict[str, Any]) -> str:
+    sizes = result["sizes"]
+    if "hidden_size" in sizes:
+        what = f"batch {sizes['batch']}, {sizes['num_hidden_layers']} layers of {sizes['hidden_size']}"
+    else:
+        what = f"batch {sizes['batch']}, {sizes['heads']} heads of {sizes['head_dim']}"
+    return f"{result['device']}, {result['dtype']}, {what}"
+
+
+def tokens_per_second(sizes: dict[str, int], name: str, length: int, milliseconds: float) -> float:
+    """Tokens of a call over its time; a decoding step is one token a row."""
+    return sizes["batch"] * (1 if name == "decode" else length) / milliseconds * 1e3
+
+
+def pass_table(result: dict[str, Any], name: str, measured: dict[str, Any]) -> str:
+    """The first side's time and how much longer the others take, the part of the machine's best that it reaches, and
+    memory. Of models, tokens a second of both."""
+    labels = {side: about["label"] for side, about in result["sides"].items()}
+    first, *others = labels
+    valued = list(labels) if result["kind"] == "benchmark model" else [first]
+    remembered = [side for side in labels if side in (first, *RIVALS)]
+    memory, held = ("held_bytes", "cache") if name == "decode" else ("peak_bytes", "peak memory")
+    parts = (
+        ("of_matmul", "of_copy") if any("of_matmul" in row["sides"].get(first, {}) for row in measured["rows"]) else ()
+    )
+    rows = []
+    for row in measured["rows"]:
+        sides, over = row["sides"], row.get("over_first", {})
+        cells = [f"{row['length']:,}"]
+        for side in valued:
+            value = sides.get(side, {}).get("ms")
+            if len(valued) > 1 and value is not None:
+                cells.append(f"{tokens_per_second(result['sizes'], name, row['length'], value):,.0f}")
+            else:
+                cells.append(blank(value, milliseconds_text))
+        cells += [blank(over.get(side), ratio_text) for side in others]
+        cells += [blank(sides.get(first, {}).get(part), percent_text) for part in parts]
+        cells += [blank(sides.get(side, {}).get(memory), bytes_text) for side in remembered]
+        rows.append(cells)
+    unit = "tokens/s" if len(valued) > 1 else "ms"
+    header = ["context" if name == "decode" else "length", *(f"{labels[side]}, {unit}" for side in valued)]
+    header += [f"{labels[side]}, times longer" for side in others]
+    header += ["of the product rate", "of the copy bandwidth"] if parts else []
+    return table([*header, *(f"{labels[side]}, {held}" for side in remembered)], rows)
+
+
+def remarks(result: dict[str, Any], name: str, measured: dict[str, Any]) -> list[str]:
+    """From where on the first side is faster, how its memory grows, and which sides stop before the last length."""
+    labels = {side: about["label"] for side, about in result["sides"].items()}
+    first, lines = next(iter(labels)), []
+    for side, place in measured["crossover"].items():
+        last = max(row["length"] for row in measured["rows"] if side in row.get("over_first", {}))
+        if place is None:
+            lines.append(f"{name}: {labels[side]} is faster at {last:,} tokens, the longest of both.")
+        else:
+            start = place["measured"] if place["interpolated"] is None else round(place["interpolated"])
+            lines.append(f"{name}: {labels[side]} is slower from {start:,} to {last:,} tokens, the longest of both.")
+    fit = measured["memory_fit"].get(first)
+    if fit and name != "decode":
+        what = f"{name}: peak memory of {labels[first]}: {bytes_text(fit['slope'])} a token"
+        sizes = result["sizes"]
+        if "head_dim" in sizes:
+            of_q = sizes["batch"] * sizes["heads"] * sizes["head_dim"] * ITEM_BYTES[result["dtype"]]
+            what += f", {fit['slope'] / of_q:.1f} times that of q"
+        lines.append(f"{what} (R^2 = {fit['r_squared']:.7f}).")
+    for side, end in measured["dropped"].items():
+        lines.append(f"{name}: {labels[side]} was not measured from {end['length']:,} tokens on: {end['reason']}.")
+    return lines
+
+
+def error_table(result: dict[str, Any]) -> str:
+    """Largest error of each side against its definition in float64, over the largest entry."""
+    names = ("out", "dq", "dk", "dv")
+    rows = [
+        [about["label"], *(blank(result["errors"].get(side, {}).get(name), error_text) for name in names)]
+        for side, about in result["sides"].items()
+    ]
+    return table([f"error against float64 ({result['dtype']})", *names], rows)
+
+
+def shapes_table(result: dict[str, Any]) -> str:
+    """Milliseconds of every side at each fixed shape and pass, and the part of the ceilings that the first reaches."""
+    labels = {side: about["label"] for side, about in result.get("sides", {}).items()}
+    first, rows = next(iter(labels), None), []
+    for shape in result["shapes"]:
+        sizes = shape["sizes"]
+        where = f"B{sizes['batch']} T{sizes['length']} H{sizes['heads']} D{sizes['head_dim']}"
+        for name, measured in shape["passes"].items():
+            for row in measured["rows"]:
+                sides, over = row["sides"], row.get("over_first", {})
+                own = sides.get(first, {})
+                cells = [f"{where}, {name}", *(blank(sides.get(s, {}).get("ms"), microseconds_text) for s in labels)]
+                cells += [blank(over.get(side), ratio_text) for side in ("softmax", "fla")]
+                cells.append(blank(own.get("held_bytes" if name == "decode" else "peak_bytes"), bytes_text))
+                cells += [blank(own.get(part), percent_text) for part in ("of_matmul", "of_copy")]
+                rows.append(cells)
+    header = [
+        f"shape ({result.get('device', '')}, {result.get('dtype', '')})",
+        *(f"{label}, ms" for label in labels.values()),
+    ]
+    header += ["softmax, times longer", "flash-linear-attention, times longer", "memory of the first"]
+    return table([*header, "of the product rate", "of the copy bandwidth"], rows)
+
+
+def kernels_table(result: dict[str, Any]) -> str:
+    """Errors of the kernels against float64 under each option, and whether they are within their bounds."""
+    names = ("out", "mu", "nu", "dq", "dk", "dv", "decode")
+    rows = []
+    for row in result["rows"]:
+        found = row.get("errors", {})
+        verdict = "yes" if row["within"] else row.get("failed", "no")
+        rows.append([row["case"], *(blank(found.get(name), error_text) for name in names), verdict])
+    return table([f"kernels ({result['device']})", *names, "within bounds"], rows)
+
+
+def blank(value: Any, text: Callable[[Any], str]) -> str:
+    """`text(value)`, and nothing for what was not measured."""
+    return "" if value is None else text(value)
+
+
+def percent_text(value: float) -> str:
+    return f"{100 * value:.0f}%" if value >= 0.1 else f"{100 * value:.1f}%"
+
+
+def microseconds_text(milliseconds: float) -> str:
+    """Milliseconds to three digits: steps of a GPU are far below one."""
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
+
+
+def error_text(value: float) -> str:
+    return f"{value:.1e}"
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "batching": batching_table,
+    "benchmark decode": level_table,
+    "benchmark kernels": kernels_table,
+    "benchmark model": level_table,
+    "benchmark op": level_table,
+    "benchmark shapes": shapes_table,
     "compare": compare_table,
     "generation": generation_table,
     "modes": modes_table,
-    "ops": ops_table,
     "plan": plan_table,
     "train": train_table,
 }

@@ -10,7 +10,7 @@ import hf_linattn.benchmark.plots as plots
 pytest.importorskip("matplotlib")
 from PIL import Image  # noqa: E402  comes with matplotlib
 
-FILES = {"compare.png", "memory.png", "ops.png", "training.png"}
+FILES = {"compare.png", "training.png"}
 
 
 def test_every_result_in_a_file_is_drawn(results, tmp_path):
@@ -30,8 +30,8 @@ def panels(monkeypatch) -> list:
     made = []
     figure = plots.figure
 
-    def remember(*args):
-        made.extend((result := figure(*args))[1])
+    def remember(*args, **options):
+        made.extend((result := figure(*args, **options))[1])
         return result
 
     monkeypatch.setattr(plots, "figure", remember)
@@ -58,28 +58,61 @@ def test_axes_are_logarithmic_and_lines_carry_names(results, tmp_path, panels):
     ]
 
 
-def test_ops_pictures_have_a_panel_for_each_pass(results, tmp_path, panels):
-    results["ops"]["rows"][1]["forward+backward"]["native"]["ms"] = 7.0
-    plots.plot(results["ops"], tmp_path)
-    times, memory = panels[:2], panels[2:]
-    assert [list(axes.lines[0].get_ydata()) for axes in times] == [[1.5, 1.5, 1.5], [1.5, 7.0, 1.5]]
-    assert [list(axes.lines[1].get_xdata()) for axes in times] == [[128, 4096]] * 2  # it left
-    assert [list(axes.lines[0].get_ydata()) for axes in memory] == [[n * 8192 for n in (128, 4096, 16384)]] * 2
-    # the crossing is marked where there is one
-    assert [len(axes.lines) for axes in times] == [3, 2]
-    assert list(times[0].lines[2].get_xdata()) == [1000.4] * 2
-    assert "1,000" in times[0].texts[0].get_text()
-    for axes in panels:
-        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["linear, C kernels", "softmax (SDPA)"]
-        assert len({(line.get_linestyle(), line.get_marker()) for line in axes.lines[:2]}) == 2
-
-
 def test_training_picture_shows_the_baselines(results, tmp_path, panels):
     plots.plot(results["train"], tmp_path)
     (axes,) = panels
     assert [text.get_text() for text in axes.texts] == ["model 2.06", "gzip 2.50", "6-gram 2.40"]
     assert [line.get_ydata()[0] for line in axes.lines[1:]] == [2.5, 2.4]
+
+
+def test_a_level_has_speed_and_memory_of_every_measured_pass(level, tmp_path, panels):
+    (path,) = plots.plot(level, tmp_path)
+    assert path.name == "benchmark_op.png"
+    assert len(panels) == 2  # the pass without rows is not drawn
+    for axes, values in zip(panels, ([64_000, 64_000, 64_000], [2048, 4096, 8192]), strict=True):
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        first, second = axes.lines[:2]
+        assert list(first.get_xdata()) == [128, 256, 512]
+        assert list(first.get_ydata()) == values
+        assert list(second.get_xdata()) == [128, 256]  # it was dropped
+        assert (first.get_linestyle(), first.get_marker()) != (second.get_linestyle(), second.get_marker())
+    speed, memory = panels
+    assert [text.get_text() for text in speed.texts] == ["faster from 161 tokens"]
+    assert speed.lines[2].get_xdata() == [161.27, 161.27]
+    assert len(memory.lines) == 2
+    assert [text.get_text() for text in speed.figure.legends[0].get_texts()] == ["linear, C kernels", "softmax (SDPA)"]
+    assert "8 heads of 64" in speed.figure.get_suptitle()
+
+
+def test_a_level_whose_device_does_not_tell_its_memory(level, tmp_path, panels):
+    for row in level["passes"]["forward"]["rows"]:
+        for side in row["sides"].values():
+            side["peak_bytes"] = None
+    assert plots.plot(level, tmp_path)
+    assert not panels[1].lines
+
+
+def test_a_level_without_rows_is_not_drawn(level, tmp_path):
+    level["passes"] = {}
+    assert plots.plot(level, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "length, text", [(128, "128"), (1024, "1k"), (1000, "1,000"), (524288, "512k"), (2**20, "1M"), (1536, "1,536")]
+)
+def test_lengths_are_written_in_binary_thousands(length, text):
+    assert plots.length_text(length) == text
+
+
+def test_a_narrow_range_has_ticks(tmp_path):
+    _, (axes,) = plots.figure()
+    axes.set_yscale("log")
+    plots.round_ticks(axes, [900, 1400])
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["700", "1,000", "1,500", "2,000"]
+    plots.round_ticks(axes, [1e5, 1e8])
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["100,000", "1 million", "10 million", "100 million"]
+    plots.byte_ticks(axes, [65 * 2**20, 130 * 2**20])
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["64 MiB", "128 MiB", "256 MiB"]
 
 
 def test_unknown_kinds_are_named(tmp_path):

@@ -26,16 +26,6 @@ def test_train_table_puts_the_baselines_between_before_and_after(results):
     assert len(render(results["train"]).splitlines()) == 4
 
 
-def test_ops_table(results):
-    lines = render(results["ops"]).splitlines()
-    assert lines[0] == (
-        "| forward, length | linear, C kernels, ms | softmax (SDPA) | of the product rate | memory, times q |"
-    )
-    assert lines[3:5] == ["| 4,096 | 1.50 | 4.10x | 0.75 | 4.0 |", "| 16,384 | 1.50 |  | 0.75 | 4.0 |"]
-    assert lines[6] == "Slower than linear, C kernels: softmax (SDPA) from 1,000 tokens."
-    assert lines[-1] == "Slower than linear, C kernels: none."
-
-
 def test_modes_of_the_same_cells_share_a_row():
     same = {"linear": "exact", "linear_padded": "exact", "hybrid": "exact", "hybrid_padded": "exact", "llama": "works"}
     rows = [{"mode": "greedy", **same}, {"mode": "x", **same, "hybrid": "refused: why"}, {"mode": "beams", **same}]
@@ -52,7 +42,7 @@ def test_modes_of_the_same_cells_share_a_row():
 def test_a_file_of_several_results_gives_all_their_tables(results, tmp_path):
     (tmp_path / "results.json").write_text(json.dumps(results))
     main([str(tmp_path / "results.json"), "--out", str(tmp_path / "table.md")])
-    expected = "\n".join(render(results[name]) for name in ("train", "compare", "ops"))
+    expected = "\n".join(render(results[name]) for name in ("train", "compare"))
     assert (tmp_path / "table.md").read_text() == expected
 
 
@@ -97,9 +87,71 @@ def test_batching_table():
     ]
 
 
+def test_level_table_leaves_blank_what_was_not_measured(level):
+    lines = render(level).splitlines()
+    assert lines[2:4] == [
+        "| linear, C kernels | 1.2e-07 | 2.0e-07 | 3.0e-07 | 4.0e-07 |",
+        "| softmax (SDPA) |  |  |  |  |",
+    ]
+    assert lines[5] == "Attention function, forward (cpu, float32, batch 1, 8 heads of 64):"
+    assert lines[7] == (
+        "| length | linear, C kernels, ms | softmax (SDPA), times longer | of the product rate | of the copy bandwidth "
+        "| linear, C kernels, peak memory | softmax (SDPA), peak memory |"
+    )
+    assert lines[9:12] == [
+        "| 128 | 2.00 | 0.50x | 25% | 6.2% | 2 KiB | 1 KiB |",
+        "| 256 | 4.00 | 4.00x | 25% | 6.2% | 4 KiB | 4 KiB |",
+        "| 512 | 8.00 |  | 25% | 6.2% | 8 KiB |  |",
+    ]
+    assert lines[13:] == [
+        "- forward: softmax (SDPA) is slower from 161 to 256 tokens, the longest of both.",
+        "- forward: peak memory of linear, C kernels: 8 KiB a token, 4.0 times that of q (R^2 = 0.9999900).",
+        "- forward: softmax (SDPA) was not measured from 512 tokens on: slow.",
+        "- flash-linear-attention was not measured: needs a GPU.",
+    ]
+
+
+def test_a_level_that_is_never_faster_says_so(level):
+    level["passes"]["forward"]["crossover"] = {"softmax": None}
+    assert "- forward: softmax (SDPA) is faster at 256 tokens, the longest of both." in render(level)
+
+
+def test_a_level_of_models_gives_tokens_a_second(level):
+    rows = [{"length": 1000, "sides": {"model": {"ms": 4.0, "peak_bytes": 1024, "held_bytes": 2048}}}]
+    level |= {"kind": "benchmark model", "sizes": {"batch": 2, "hidden_size": 64, "num_hidden_layers": 3}, "errors": {}}
+    level |= {"sides": {"model": {"label": "linattn"}, "llama": {"label": "Llama"}}, "absent": {}}
+    empty = {"dropped": {}, "crossover": {}, "memory_fit": {}}
+    level["passes"] = {name: {"rows": rows, **empty} for name in ("prefill", "decode")}
+    lines = render(level).splitlines()
+    assert lines[0] == "Model, prefill (cpu, float32, batch 2, 3 layers of 64):"
+    assert [line for line in lines if line.startswith("| 1,000")] == [
+        "| 1,000 | 500,000 |  |  | 1 KiB |  |",
+        "| 1,000 | 500 |  |  | 2 KiB |  |",  # a token a row
+    ]
+
+
+def test_an_interrupted_level_has_a_table_of_what_there_is(level):
+    del level["passes"], level["errors"]
+    assert render(level) == "- flash-linear-attention was not measured: needs a GPU.\n"
+
+
+def test_shapes_table_gives_ratios_to_both_rivals():
+    sides = {
+        "triton": {"ms": 0.0123, "peak_bytes": 1024, "of_matmul": 0.5, "of_copy": 0.25},
+        "softmax": {"ms": 1.5},
+        "fla": {"ms": 0.5},
+    }
+    row = {"length": 8, "sides": sides, "over_first": {"softmax": 12.0, "fla": 4.0}}
+    shape = {"sizes": {"batch": 1, "length": 8, "heads": 2, "head_dim": 4}, "passes": {"forward": {"rows": [row]}}}
+    labels = {name: {"label": name} for name in (*sides, "torch")}
+    assert render({"kind": "benchmark shapes", "sides": labels, "shapes": [shape]}).splitlines()[2:] == [
+        "| B1 T8 H2 D4, forward | 0.0123 | 1.5 | 0.5 |  | 12x | 4.00x | 1 KiB | 50% | 25% |"
+    ]
+
+
 def test_unknown_kinds_are_named():
     with pytest.raises(
-        ValueError, match="no table for kind 'novel'; known: batching, compare, generation, modes, ops, plan, train"
+        ValueError, match="no table for kind 'novel'; known: batching, benchmark decode, .* plan, train"
     ):
         render({"kind": "novel"})
 
