@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .memory import free_bytes, peak_bytes
-from .timing import crossover, interleave, linear_fit, median_ratio, spread
+from .timing import crossover, interleave, linear_fit, median_ratio, milliseconds, spread
 
 MARGIN = 0.9  # of the free memory: the rest is for what is not foreseen
 
@@ -47,7 +47,7 @@ class Settings:
         device, dtype: where, and of what input.
         lengths: tokens, growing.
         rounds: turns of each side that count, at each length.
-        budget_s: a side whose call takes longer is dropped from the lengths that follow.
+        budget_s: a side whose call is foreseen to take longer is dropped from a length on.
         seed: of all inputs and weights.
         small: sizes that only try the code.
         clock: the time that all of it may take.
@@ -112,7 +112,7 @@ def climb(
         finish: (row, samples) -> None, adds what follows from the samples of one length.
     """
     for length in settings.lengths if lengths is None else lengths:
-        drop_what_is_slow(measured, length, settings.budget_s)
+        drop_what_is_slow(measured, running(measured, names, length), length, settings.budget_s)
         names_left = running(measured, names, length)
         if not names_left:
             break
@@ -131,7 +131,7 @@ def climb(
 
 def measure_row(measured, names, length, prepare, settings, beside, calls, finish) -> dict[str, Any] | None:
     """One length: peak memory in the first call, which also finds out who fails, then the rounds."""
-    device, turns, peaks = settings.device, {}, {}
+    device, turns, memory, first = settings.device, {}, {}, {}
     try:
         makers = prepare(length, running(measured, names, length))
     except (RuntimeError, MemoryError) as error:
@@ -140,21 +140,21 @@ def measure_row(measured, names, length, prepare, settings, beside, calls, finis
     for name, maker in makers.items():
         try:
             turns[name] = maker()
-            turns[name]()  # the first call may compile and tune, which takes memory of its own
-            peaks[name] = peak_bytes(turns[name], device)
+            first[name] = milliseconds(turns[name], device)  # may compile and tune, which takes memory of its own
+            memory[name] = peak_bytes(turns[name], device)
         except Exception as error:  # another code's fault must not cost the rest of the run
             turns.pop(name, None)
             drop(measured, [name], length, one_line(error))
     if not turns:
         return None
     budget = min(3 * settings.budget_s, max(0.0, settings.clock.part_left))
-    samples = interleave({**turns, **beside}, device, settings.rounds, budget, calls)
+    samples = interleave({**turns, **beside}, device, settings.rounds, budget, calls, first)
     row: dict[str, Any] = {"length": length, "sides": {}}
     for name in turns:
         row["sides"][name] = {
             "ms": statistics.median(samples[name]),
             "quartiles_ms": spread(samples[name]),
-            "peak_bytes": peaks[name],
+            "peak_bytes": memory[name],
             "samples_ms": samples[name],
         }
     base = names[0]
@@ -164,17 +164,17 @@ def measure_row(measured, names, length, prepare, settings, beside, calls, finis
     return row
 
 
-def drop_what_is_slow(measured: dict[str, Any], length: int, budget_s: float) -> None:
-    for row in measured["rows"][-1:]:
-        for name, side in row["sides"].items():
-            if side["ms"] > budget_s * 1e3:
-                took = f"{row['length']:,} tokens took {side['ms'] / 1e3:.2g} s, the budget of a call is {budget_s:g} s"
-                drop(measured, [name], length, took)
+def drop_what_is_slow(measured: dict[str, Any], names: Sequence[str], length: int, budget_s: float) -> None:
+    """Drop the sides whose call is foreseen to take longer than the budget."""
+    for name in names:
+        seconds = foreseen(*times(measured["rows"], name), length, least=0) / 1e3
+        if seconds > budget_s:
+            drop(measured, [name], length, f"would take about {seconds:.2g} s, the budget of a call is {budget_s:g} s")
 
 
 def drop_what_does_not_fit(measured, names, length, held_bytes, device) -> None:
     """Drop, the largest first, the sides whose peak is foreseen to exceed the free memory."""
-    needs = {name: foreseen_bytes(measured["rows"], name, length) for name in names}
+    needs = {name: foreseen(*peaks(measured["rows"], name), length) for name in names}
     free = MARGIN * free_bytes(device)
     for name in sorted(needs, key=needs.get, reverse=True):
         need = needs[name] + held_bytes(length, running(measured, names, length))
@@ -183,23 +183,30 @@ def drop_what_does_not_fit(measured, names, length, held_bytes, device) -> None:
             drop(measured, [name], length, reason)
 
 
-def foreseen_bytes(rows: list[dict[str, Any]], name: str, length: int) -> float:
-    """The peak at `length` if it goes on growing as between the last two lengths: at least with the length, and at most
-    with its square (in whole pages, small peaks grow by any factor)."""
-    known = list(zip(*peaks(rows, name)))
-    if not known:
+def foreseen(lengths: Sequence[int], values: Sequence[float], length: int, least: float = 1.0) -> float:
+    """The value at `length` if it goes on growing as between the last two lengths: at least with the power `least` of
+    the length, and at most with its square (a small peak in whole pages may seem to grow by any factor)."""
+    if not values:
         return 0.0
-    (last, peak), power = known[-1], 1.0
-    if len(known) > 1:
-        before, smaller = known[-2]
-        power = min(2.0, max(1.0, math.log(peak / smaller) / math.log(last / before)))
-    return peak * (length / last) ** power
+    power = least
+    if len(values) > 1:
+        power = math.log(values[-1] / values[-2]) / math.log(lengths[-1] / lengths[-2])
+    return values[-1] * (length / lengths[-1]) ** min(2.0, max(least, power))
 
 
-def peaks(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[int]]:
+def peaks(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Lengths, and the peak bytes of a side at each, where there are any."""
-    found = [(row["length"], row["sides"].get(name, {}).get("peak_bytes")) for row in rows]
-    return [length for length, peak in found if peak], [peak for _, peak in found if peak]
+    return _values(rows, name, "peak_bytes")
+
+
+def times(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Lengths, and the milliseconds of a side at each."""
+    return _values(rows, name, "ms")
+
+
+def _values(rows: list[dict[str, Any]], name: str, what: str) -> tuple[list[int], list[float]]:
+    found = [(row["length"], row["sides"].get(name, {}).get(what)) for row in rows]
+    return [length for length, value in found if value], [value for _, value in found if value]
 
 
 def crossovers(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:

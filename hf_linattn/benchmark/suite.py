@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, help="turns of each side that count (default: 5)")
     parser.add_argument(
         "--budget_s", type=float,
-        help="seconds; a side whose call takes longer is dropped from the lengths beyond "
+        help="seconds; a side is measured up to the length where a call is foreseen to take longer "
         f"(default: {BUDGET_S:g}, {GPU_BUDGET_S:g} on a GPU)",
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, help=f"for all of it (default: no end; {GPU_MINUTES:g} on a GPU)")

@@ -11,6 +11,7 @@ import torch
 CALL_S = 2e-3  # a sample lasts at least this long, by repeating the call: shorter ones measure the clock
 MOST_CALLS = 64
 LEAST_ROUNDS = 3
+LONG_MS = 1e3  # a call of this length has warmed up when it ends
 
 
 def synchronize(device: torch.device) -> None:
@@ -34,6 +35,7 @@ def interleave(
     rounds: int,
     budget_s: float = math.inf,
     calls: int | None = None,
+    known: Mapping[str, float] | None = None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each side in each round; the sides take turns, so that whatever slows the machine slows all.
 
@@ -43,10 +45,14 @@ def interleave(
         rounds: rounds that count, after one that warms up.
         budget_s: stop early after so many seconds, but not before three rounds (or `rounds`, if fewer).
         calls: calls that a sample averages; by default enough that it is long enough to time.
+        known: milliseconds of an earlier call of a side; one that was long is not warmed up again.
     """
     deadline = time.perf_counter() + budget_s
     repeats = {}
     for name, side in sides.items():
+        if (known or {}).get(name, 0) > LONG_MS:
+            repeats[name] = calls or 1
+            continue
         once = milliseconds(side, device, calls or 1)
         if calls is None and once < 100:  # the first call may have compiled something
             once = milliseconds(side, device)

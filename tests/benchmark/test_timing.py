@@ -36,6 +36,13 @@ def test_short_calls_are_repeated_within_a_sample(monkeypatch):
     assert len(calls) == 2 + 2 * 7
 
 
+def test_a_call_that_is_known_to_be_long_is_not_warmed_up():
+    turns = []
+    sides = {name: lambda name=name: turns.append(name) for name in "ab"}
+    interleave(sides, CPU, rounds=2, calls=1, known={"a": 2e3, "b": 1.0})
+    assert turns == ["b", *"abab"]
+
+
 def test_statistics():
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 4.0]
     assert spread([7.0]) == [7.0, 7.0]
