@@ -13,6 +13,7 @@ from .memory import free_bytes, peak_bytes
 from .timing import crossover, interleave, linear_fit, median_ratio, milliseconds, spread
 
 MARGIN = 0.9  # of the free memory: the rest is for what is not foreseen
+LONGEST_BESIDE_MS = 2000.0
 
 Call = Callable[[], Any]
 
@@ -147,8 +148,13 @@ def measure_row(measured, names, length, prepare, settings, beside, calls, finis
             drop(measured, [name], length, one_line(error))
     if not turns:
         return None
-    budget = min(3 * settings.budget_s, max(0.0, settings.clock.part_left))
-    samples = interleave({**turns, **beside}, device, settings.rounds, budget, calls, first)
+    # What runs beside takes its turn right after the first side, and lasts about as long: a busy machine changes by the
+    # second, and is to change both alike.
+    (base, its_call), *others = turns.items()
+    lasting = dict.fromkeys(beside, min(first[base], LONGEST_BESIDE_MS))
+    turns_taken = {base: its_call, **beside, **dict(others)}
+    budget = min(1.5 * settings.budget_s, max(0.0, settings.clock.part_left))
+    samples = interleave(turns_taken, device, settings.rounds, budget, calls, first, lasting)
     row: dict[str, Any] = {"length": length, "sides": {}}
     for name in turns:
         row["sides"][name] = {
@@ -157,8 +163,7 @@ def measure_row(measured, names, length, prepare, settings, beside, calls, finis
             "peak_bytes": memory[name],
             "samples_ms": samples[name],
         }
-    base = names[0]
-    if base in turns:
+    if base == names[0]:
         row["over_first"] = {name: median_ratio(samples[name], samples[base]) for name in turns if name != base}
     finish(row, samples)
     return row

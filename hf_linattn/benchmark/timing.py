@@ -36,6 +36,7 @@ def interleave(
     budget_s: float = math.inf,
     calls: int | None = None,
     known: Mapping[str, float] | None = None,
+    lasting: Mapping[str, float] | None = None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each side in each round; the sides take turns, so that whatever slows the machine slows all.
 
@@ -46,6 +47,7 @@ def interleave(
         budget_s: stop early after so many seconds, but not before three rounds (or `rounds`, if fewer).
         calls: calls that a sample averages; by default enough that it is long enough to time.
         known: milliseconds of an earlier call of a side; one that was long is not warmed up again.
+        lasting: milliseconds that a sample of a side lasts at least, by repeating the call.
     """
     deadline = time.perf_counter() + budget_s
     repeats = {}
@@ -56,7 +58,8 @@ def interleave(
         once = milliseconds(side, device, calls or 1)
         if calls is None and once < 100:  # the first call may have compiled something
             once = milliseconds(side, device)
-        repeats[name] = calls or max(1, min(MOST_CALLS, math.ceil(CALL_S * 1e3 / max(once, 1e-6))))
+        enough = max(CALL_S * 1e3, (lasting or {}).get(name, 0))
+        repeats[name] = calls or max(1, min(MOST_CALLS, math.ceil(enough / max(once, 1e-6))))
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds):
         if turn >= LEAST_ROUNDS and time.perf_counter() > deadline:

@@ -133,3 +133,17 @@ def test_what_runs_beside_takes_turns(cost):
     )  # fmt: skip
     assert seen == [(4, {"a": 3, "c": 3})]
     assert list(measured["rows"][0]["sides"]) == ["a"]
+
+
+def test_what_runs_beside_comes_right_after_the_first_side_and_lasts_as_long(cost, monkeypatch):
+    seen = {}
+    real = module.interleave
+
+    def watched(sides, *given):
+        seen.update(order=list(sides), lasting=given[-1])
+        return real(sides, *given)
+
+    monkeypatch.setattr(module, "interleave", watched)
+    costs = {"a": lambda n: (0.1, 10), "b": lambda n: (0.1, 10)}
+    climb(new_pass(), ["a", "b"], cost(costs), settings([4]), title="t", beside=lambda length: {"c": lambda: None})
+    assert seen == {"order": ["a", "c", "b"], "lasting": {"c": pytest.approx(100)}}

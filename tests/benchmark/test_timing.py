@@ -36,6 +36,18 @@ def test_short_calls_are_repeated_within_a_sample(monkeypatch):
     assert len(calls) == 2 + 2 * 7
 
 
+def test_a_sample_lasts_as_long_as_it_is_told(monkeypatch):
+    now, calls = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def call():
+        calls.append(1)
+        now[0] += 0.01
+
+    interleave({"a": call}, CPU, rounds=2, lasting={"a": 95.0})
+    assert len(calls) == 2 + 2 * 10
+
+
 def test_a_call_that_is_known_to_be_long_is_not_warmed_up():
     turns = []
     sides = {name: lambda name=name: turns.append(name) for name in "ab"}
