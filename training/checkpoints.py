@@ -3,12 +3,15 @@
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, RunConfig
 
 STATE = "training_state.json"
 # Tied weights are stored once; accelerate reports that as a warning at every checkpoint.
@@ -24,7 +27,15 @@ FREE = {
     "eval_batch_size",
     "logging_steps",
 }
-FREE |= {"tensorboard", "baselines", "cpu_threads"}
+FREE |= {"tracker", "baselines", "cpu_threads", "merge_lora"}
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot or shall not go on; one line says why."""
+
+    def __init__(self, why: str, exit_code: int = 1):
+        super().__init__(why)
+        self.exit_code = exit_code
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -32,7 +43,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(path.parent for path in (output_dir / "checkpoints").glob(f"step-*/{STATE}"))
 
 
-def find_checkpoint(config: TrainConfig, is_main: bool) -> Path | None:
+def find_checkpoint(config: RunConfig, is_main: bool) -> Path | None:
     """The checkpoint that `resume` means, if there is one."""
     output_dir = Path(config.output_dir)
     if is_main:  # what a killed run left half-written
@@ -50,20 +61,43 @@ def find_checkpoint(config: TrainConfig, is_main: bool) -> Path | None:
     return path
 
 
-def save_checkpoint(accelerator: Accelerator, config: TrainConfig, state: dict[str, Any]) -> None:
-    """Writes everything that the next step depends on; drops all but the last `keep_checkpoints`."""
+def save_checkpoint(accelerator: Accelerator, config: RunConfig, state: dict[str, Any]) -> None:
+    """Writes everything that the next step depends on; drops all but the last `keep_checkpoints`.
+
+    Raises:
+        TrainingStopped: the disk is full, or cannot be written; the checkpoints before are as they were.
+    """
     folder = Path(config.output_dir) / "checkpoints"
     name = f"step-{state['step']:08d}"
     temporary = folder / f"unfinished-{name}"
-    accelerator.save_state(str(temporary), safe_serialization=True)
-    accelerator.wait_for_everyone()
+    with whole_or_absent(config, f"step {state['step']}: the checkpoint", temporary):
+        accelerator.save_state(str(temporary), safe_serialization=True)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (temporary / STATE).write_text(json.dumps(state))
     if accelerator.is_main_process:
-        (temporary / STATE).write_text(json.dumps(state))
         discard(folder / name)
         temporary.rename(folder / name)
         for old in list_checkpoints(Path(config.output_dir))[: -config.keep_checkpoints]:
             discard(old)
     accelerator.wait_for_everyone()
+
+
+@contextmanager
+def whole_or_absent(config: RunConfig, what: str, temporary: Path | None = None) -> Iterator[None]:
+    """Says in one line that something could not be written, and removes what there is of it in `temporary`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        free = shutil.disk_usage(config.output_dir).free / 2**20
+        kept = list_checkpoints(Path(config.output_dir))
+        why = " ".join(str(error).split())[:200]
+        raise TrainingStopped(
+            f"{what} could not be written ({why}; {free:,.0f} MiB are free in {config.output_dir}); "
+            f"last good checkpoint: {kept[-1] if kept else None}"
+        ) from error
 
 
 def discard(checkpoint: Path) -> None:

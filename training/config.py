@@ -1,11 +1,11 @@
-"""What a training run can be told: one dataclass, read from a YAML recipe and the command line."""
+"""What a run can be told: a dataclass for each script, read from a YAML recipe and the command line."""
 
 import difflib
 import json
 from argparse import ArgumentError
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -20,42 +20,58 @@ def option(default: Any, help: str) -> Any:
 
 
 @dataclass
-class TrainConfig:
-    # What to train.
-    model_config: dict | str | None = option(
-        None, "new model: model_type and any field of its configuration; as JSON on the command line, over the recipe's"
-    )
-    model_name_or_path: str | None = option(
-        None, "checkpoint to continue from, with its tokenizer, instead of a new model"
-    )
-    tokenizer_name_or_path: str | None = option(
-        None, "tokenizer; by default the checkpoint's, or bytes for a new model"
-    )
+class Config:
+    """Checks that every field has the type that it is declared with, and at least the value in `LEAST`."""
 
-    # On what.
+    LEAST: ClassVar[dict[str, float]] = {}
+
+    def __post_init__(self):
+        types = get_type_hints(type(self))
+        for each in fields(self):
+            check_type(each.name, getattr(self, each.name), types[each.name])
+        for name, least in self.LEAST.items():
+            if getattr(self, name, least) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+
+
+@dataclass
+class TextConfig(Config):
+    """Where text comes from."""
+
     dataset: str = option(
         "python_stdlib", "python_stdlib, or files (path, folder or glob of txt/jsonl/parquet), or a hub id"
     )
     dataset_config: str | None = option(None, "configuration name of a hub dataset")
     dataset_split: str = option("train", "split of a hub dataset to train on")
-    streaming: bool = option(False, "read the dataset as it is needed instead of tokenising all of it first")
     text_column: str = option("text", "column of jsonl, parquet and hub datasets that holds the text")
     eval_dataset: str | None = option(
-        None, "held-out text, given as dataset is; by default a part of the documents of dataset"
+        None, "held-out data, given as dataset is; by default a part of the documents of dataset"
     )
     held_out_fraction: float = option(
         0.05, "part of the documents that is never trained on, chosen by a hash of their names"
     )
-    eval_bytes: int = option(400_000, "evaluate on this much held-out text at most")
-    block_size: int = option(512, "tokens in a block")
-    isolate_documents: bool = option(True, "restart position_ids at each document, so that none sees its neighbours")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.held_out_fraction < 1:
+            raise ConfigError(f"held_out_fraction is {self.held_out_fraction}; it must lie between 0 and 1")
+
+
+@dataclass
+class RunConfig(TextConfig):
+    """How a model is trained and where the results go: what pretrain.py and finetune.py share."""
 
     # How.
     max_steps: int = option(1000, "optimizer steps")
     batch_size: int = option(8, "blocks a process and forward pass")
     gradient_accumulation_steps: int = option(1, "forward passes an optimizer step")
-    learning_rate: float = option(1e-3, "peak of the cosine schedule")
-    min_learning_rate_ratio: float = option(0.1, "the schedule ends at this part of the peak")
+    block_size: int = option(512, "tokens in a block")
+    learning_rate: float = option(1e-3, "peak of the schedule")
+    schedule: Literal["cosine", "wsd", "constant"] = option(
+        "cosine", "after the warm-up: a cosine; stable, then a decay (wsd); or constant"
+    )
+    min_learning_rate_ratio: float = option(0.1, "cosine and wsd end at this part of the peak")
+    decay_fraction: float = option(0.2, "wsd: the last part of the steps, in which the rate decays")
     warmup_steps: int = option(100, "steps of linear warm-up")
     weight_decay: float = option(0.1, "AdamW decay of matrices; norms and biases have none")
     adam_beta1: float = option(0.9, "AdamW beta 1")
@@ -68,7 +84,7 @@ class TrainConfig:
     seed: int = option(0, "seed of initialisation, data order and dropout")
 
     # Where to.
-    output_dir: str = option("runs/pretrain", "model, tokenizer, results, checkpoints and log go here")
+    output_dir: str = option("runs/train", "model, tokenizer, results, checkpoints and log go here")
     resume: str = option(
         "auto", "auto: from the last checkpoint in output_dir; restart: delete those; or a checkpoint folder"
     )
@@ -77,38 +93,116 @@ class TrainConfig:
     eval_batch_size: int = option(8, "blocks a process and forward pass of an evaluation")
     eval_steps: int = option(500, "steps between evaluations")
     logging_steps: int = option(10, "steps between logged losses")
-    tensorboard: bool = option(True, "write a TensorBoard log")
+    tracker: Literal["none", "tensorboard", "trackio"] = option("tensorboard", "what curves are logged with")
+
+    LEAST: ClassVar[dict[str, float]] = {
+        "max_steps": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "warmup_steps": 0, "block_size": 2,
+        "eval_bytes": 1, "save_steps": 1, "keep_checkpoints": 1, "eval_steps": 1, "eval_batch_size": 1,
+        "logging_steps": 1, "cpu_threads": 0, "lora_rank": 0,
+        "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_learning_rate_ratio": 0, "decay_fraction": 0,
+    }  # fmt: skip
+
+    def __post_init__(self):
+        if self.mixed_precision is False:  # YAML reads an unquoted `no` as false
+            self.mixed_precision = "no"
+        super().__post_init__()
+        if self.decay_fraction > 1:
+            raise ConfigError(f"decay_fraction is {self.decay_fraction}; it must be at most 1")
+
+
+@dataclass
+class PretrainConfig(RunConfig):
+    """pretrain.py: a new model, or a checkpoint, on text."""
+
+    model_config: dict | str | None = option(
+        None, "new model: model_type and any field of its configuration; as JSON on the command line, over the recipe's"
+    )
+    model_name_or_path: str | None = option(
+        None, "checkpoint to continue from, with its tokenizer, instead of a new model"
+    )
+    tokenizer_name_or_path: str | None = option(
+        None, "tokenizer; by default the checkpoint's, or bytes for a new model"
+    )
+    streaming: bool = option(False, "read the dataset as it is needed instead of tokenising all of it first")
+    eval_bytes: int = option(400_000, "evaluate on this much held-out text at most")
+    isolate_documents: bool = option(True, "restart position_ids at each document, so that none sees its neighbours")
     baselines: bool = option(False, "also measure gzip and a byte 6-gram model on the held-out text")
+    output_dir: str = option("runs/pretrain", "model, tokenizer, results, checkpoints and log go here")
 
     def __post_init__(self):
         if isinstance(self.model_config, str):
             self.model_config = json_object("model_config", self.model_config)
-        if self.mixed_precision is False:  # YAML reads an unquoted `no` as false
-            self.mixed_precision = "no"
-        for name, expected in get_type_hints(type(self)).items():
-            check_type(name, getattr(self, name), expected)
+        super().__post_init__()
         if (self.model_config is None) == (self.model_name_or_path is None):
             raise ConfigError(
                 "give either model_config (a new model) or model_name_or_path (one to continue), not both"
             )
         if self.model_config is not None and "model_type" not in self.model_config:
             raise ConfigError("model_config needs a model_type, for example linattn")
-        for name, least in {
-            "max_steps": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "warmup_steps": 0, "block_size": 2,
-            "eval_bytes": 1, "save_steps": 1, "keep_checkpoints": 1, "eval_steps": 1, "eval_batch_size": 1,
-            "logging_steps": 1, "cpu_threads": 0,
-            "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "min_learning_rate_ratio": 0,
-        }.items():  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if not 0 < self.held_out_fraction < 1:
-            raise ConfigError(f"held_out_fraction is {self.held_out_fraction}; it must lie between 0 and 1")
 
 
-def read_config(argv: list[str]) -> TrainConfig:
+@dataclass
+class FinetuneConfig(RunConfig):
+    """finetune.py: a checkpoint on conversations, or on classified texts or words."""
+
+    task: Literal["chat", "sequence_classification", "token_classification"] = option("chat", "what is learned")
+    model_name_or_path: str | None = option(None, "checkpoint to start from, with its tokenizer")
+    messages_column: str = option("messages", "chat: column with a list of {role, content}")
+    prompt_column: str = option("prompt", "chat, where there are no messages: column of what is asked")
+    completion_column: str = option("completion", "chat, where there are no messages: column of the answer")
+    chat_template: str | None = option(None, "chat: file with a Jinja template, instead of the tokenizer's own")
+    completion_only: bool = option(True, "chat: learn the assistant's words alone; false: all words")
+    text_pair_column: str | None = option(None, "sequence_classification: column of a second text")
+    tokens_column: str = option("tokens", "token_classification: column with a list of words")
+    label_column: str = option("label", "classification: column of the label, or of a list with one for every word")
+    lora_rank: int = option(0, "train LoRA adapters of this rank on all projections; 0 trains all weights")
+    lora_alpha: float = option(32.0, "LoRA: adapters are scaled by lora_alpha / lora_rank")
+    lora_dropout: float = option(0.0, "LoRA: dropout in front of the adapters")
+    merge_lora: bool = option(True, "LoRA: write the merged model too, beside the adapter")
+    learning_rate: float = option(2e-4, "peak of the schedule")
+    weight_decay: float = option(0.0, "AdamW decay of matrices; norms and biases have none")
+    output_dir: str = option("runs/finetune", "model, tokenizer, results, checkpoints and log go here")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.model_name_or_path is None:
+            raise ConfigError("give model_name_or_path: the checkpoint to start from")
+
+
+@dataclass
+class EvaluateConfig(TextConfig):
+    """evaluate.py: a checkpoint on held-out text."""
+
+    model_name_or_path: str | None = option(None, "checkpoint to evaluate, with its tokenizer")
+    block_size: int = option(2048, "tokens in a block; what came before its first token is not seen")
+    eval_bytes: int = option(400_000, "evaluate on this much text at most")
+    eval_batch_size: int = option(8, "blocks a process and forward pass")
+    whole: bool = option(False, "evaluate on all of dataset instead of its held-out part")
+    mixed_precision: Literal["no", "bf16", "fp16"] = option("no", "dtype of matrix products; weights stay float32")
+    baselines: bool = option(False, "also measure gzip on the text, and a byte 6-gram of the rest of dataset")
+    cpu_threads: int = option(0, "torch threads a process on CPU; 0: share out the cores")
+    seed: int = option(0, "written to the record; nothing is drawn")
+    out: str | None = option(None, "JSON file to write; by default evaluation.json in the checkpoint's folder")
+
+    LEAST: ClassVar[dict[str, float]] = {"block_size": 2, "eval_bytes": 1, "eval_batch_size": 1, "cpu_threads": 0}
+
+    def __post_init__(self):
+        if self.mixed_precision is False:
+            self.mixed_precision = "no"
+        super().__post_init__()
+        if self.model_name_or_path is None:
+            raise ConfigError("give model_name_or_path: the checkpoint to evaluate")
+
+
+Kind = TypeVar("Kind", bound=Config)
+
+
+def read_config(argv: list[str], kind: type[Kind] = PretrainConfig) -> Kind:
     """`[recipe.yaml] [--field value ...]` to a checked configuration; the command line wins over the recipe."""
-    recipe, overrides = ({}, argv) if not argv or argv[0].startswith("-") else (read_recipe(argv[0]), list(argv[1:]))
-    parser = HfArgumentParser(TrainConfig, allow_abbrev=False, exit_on_error=False)
+    recipe, overrides = {}, argv
+    if argv and not argv[0].startswith("-"):
+        recipe, overrides = read_recipe(argv[0], kind), list(argv[1:])
+    parser = HfArgumentParser(kind, allow_abbrev=False, exit_on_error=False)
     parser.set_defaults(**recipe)
     # Not parse_args_into_dataclasses: a "train.args" file beside a script called train.py would be read too.
     try:
@@ -117,15 +211,15 @@ def read_config(argv: list[str]) -> TrainConfig:
         raise ConfigError(str(error).removeprefix("argument ")) from error
     if unknown:
         if unknown[0].startswith("--"):
-            check_keys("command line", [unknown[0].lstrip("-").split("=")[0].replace("-", "_")])
+            check_keys("command line", [unknown[0].lstrip("-").split("=")[0].replace("-", "_")], kind)
         raise ConfigError(f"command line: do not know what to do with {unknown[0]!r}")
     values = vars(known)
-    if isinstance(values["model_config"], str) and isinstance(recipe.get("model_config"), dict):
+    if isinstance(values.get("model_config"), str) and isinstance(recipe.get("model_config"), dict):
         values["model_config"] = recipe["model_config"] | json_object("model_config", values["model_config"])
-    return TrainConfig(**values)
+    return kind(**values)
 
 
-def read_recipe(path: str) -> dict[str, Any]:
+def read_recipe(path: str, kind: type[Config]) -> dict[str, Any]:
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -134,12 +228,12 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise ConfigError(f"{path} must hold `field: value` lines")
-    check_keys(path, recipe)
+    check_keys(path, recipe, kind)
     return recipe
 
 
-def check_keys(where: str, keys) -> None:
-    allowed = [f.name for f in fields(TrainConfig)]
+def check_keys(where: str, keys, kind: type[Config]) -> None:
+    allowed = [f.name for f in fields(kind)]
     for key in keys:
         if key not in allowed:
             close = difflib.get_close_matches(str(key), allowed, n=1)

@@ -5,14 +5,9 @@ into blocks. One document is `BOS text EOS`; a block may hold many. `position_id
 how a model knows where the neighbours end.
 """
 
-import glob
-import hashlib
 import itertools
-import json
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,20 +17,11 @@ from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from config import ConfigError, TrainConfig
+from config import ConfigError, PretrainConfig, TextConfig
+from sources import Document, is_held_out, read_documents, split_hash
 
 IGNORE = -100  # the label that the loss leaves out
 SHARD_CHARACTERS = 8 << 20  # of text that a streamed dataset tokenises and shuffles at a time
-# Not library source: installed packages, bundled wheels, and the test suites that many distributions leave out.
-NOT_STDLIB = {"site-packages", "dist-packages", "ensurepip", "__pycache__", "test", "tests", "idle_test"}
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text and the name that decides on which side of the split it falls."""
-
-    name: str
-    text: str
 
 
 # ---- tokenizer ----
@@ -61,85 +47,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # "<|eos|>" inside a text is seven bytes, not the end of it
     )
-
-
-# ---- documents ----
-
-
-def read_documents(source: str, config: TrainConfig) -> Iterator[Document]:
-    """The documents of `python_stdlib`, of local files (path, folder, glob) or of a hub dataset, in a fixed order."""
-    if source == "python_stdlib":
-        return stdlib_documents()
-    paths = [Path(source)] if Path(source).is_file() else sorted(map(Path, glob.glob(source, recursive=True)))
-    if Path(source).is_dir():
-        paths = sorted(p for p in Path(source).rglob("*") if p.suffix in (".txt", ".jsonl", ".parquet"))
-    if paths:
-        return file_documents(paths, config.text_column)
-    if glob.has_magic(source) or Path(source).is_dir() or source.startswith((".", "/", "~")):
-        raise ConfigError(f"dataset {source!r}: no txt, jsonl or parquet file there")
-    return hub_documents(source, config)
-
-
-def stdlib_documents() -> Iterator[Document]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if NOT_STDLIB.isdisjoint(name.parts) and (text := path.read_bytes().decode("utf-8", "replace")):
-            yield Document(name.as_posix(), text)
-
-
-def file_documents(paths: list[Path], text_column: str) -> Iterator[Document]:
-    for path in paths:
-        if path.suffix not in (".jsonl", ".parquet"):
-            yield Document(path.name, path.read_bytes().decode("utf-8", "replace"))
-            continue
-        rows = jsonl_rows(path) if path.suffix == ".jsonl" else parquet_rows(path)
-        yield from row_documents(path.name, rows, text_column)
-
-
-def jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: not JSON ({error.msg})") from error
-
-
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    from pyarrow.parquet import ParquetFile
-
-    for batch in ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
-
-
-def hub_documents(source: str, config: TrainConfig) -> Iterator[Document]:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(source, config.dataset_config, split=config.dataset_split, streaming=config.streaming)
-    except Exception as error:  # datasets raises a different class for every way to fail
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"dataset {source!r} is neither a file here nor a dataset I can load: {first_line}"
-        ) from error
-    return row_documents(source, rows, config.text_column)
-
-
-def row_documents(source: str, rows: Iterable[dict[str, Any]], text_column: str) -> Iterator[Document]:
-    for number, row in enumerate(rows):
-        if text_column not in row:
-            raise ConfigError(f"dataset {source!r} has no column {text_column!r}; its columns: {', '.join(row)}")
-        text = row[text_column]
-        if not isinstance(text, str | None):
-            raise ConfigError(f"dataset {source!r}: column {text_column!r} holds {type(text).__name__}, not text")
-        if text:
-            yield Document(f"{source}:{number}", text.encode("utf-8", "replace").decode())  # no lone surrogates
-
-
-def split_hash(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone: the same on every machine, in every run."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
 
 
 # ---- tokens ----
@@ -212,34 +119,17 @@ class Corpus:
     summary: dict[str, Any]
 
 
-def load_corpus(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True) -> Corpus:
+def load_corpus(config: PretrainConfig, tokenizer: PreTrainedTokenizerBase, progress: bool = True) -> Corpus:
     """Reads, splits and tokenises what the recipe names."""
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("the tokenizer has no EOS token, which documents are separated by")
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    held_out_source = config.eval_dataset or config.dataset
-
-    def is_held_out(document: Document) -> bool:
-        return config.eval_dataset is None and split_hash(document.name) < config.held_out_fraction
+    pad = pad_token(tokenizer)
 
     def train_texts() -> Iterator[str]:
-        return (d.text for d in read_documents(config.dataset, config) if not is_held_out(d))
+        return (d.text for d in read_documents(config.dataset, config) if not is_held_out(d.name, config))
 
     def pack(texts: Iterable[str]) -> PackedTokens:
         return PackedTokens(tokenize(texts, tokenizer), config.block_size, pad, config.isolate_documents)
 
-    candidates = read_documents(held_out_source, config)
-    if config.eval_dataset is None:
-        candidates = filter(is_held_out, candidates)
-    if config.streaming:  # the first that come: the rest may be endless
-        candidates = take_bytes(candidates, config.eval_bytes)
-    in_hash_order = sorted(candidates, key=lambda d: split_hash(d.name))
-    held_out_texts = [d.text for d in take_bytes(in_hash_order, config.eval_bytes)]
-    if not held_out_texts:
-        raise ConfigError(
-            f"the held-out split of {held_out_source!r} is empty: raise held_out_fraction (now "
-            f"{config.held_out_fraction}), or name other text with eval_dataset"
-        )
+    held_out_texts = read_held_out(config, config.streaming)
     if next(train_texts(), None) is None:
         raise ConfigError(
             f"the training split of {config.dataset!r} is empty: lower held_out_fraction, or add documents"
@@ -267,9 +157,39 @@ def load_corpus(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, progres
     return Corpus(shards, pack(held_out_texts), held_out_texts, train_texts, summary)
 
 
+def read_held_out(config: TextConfig, streaming: bool = False, whole: bool = False) -> list[str]:
+    """At most `eval_bytes` of the text that nothing is trained on, in the order of the hash; or of all text."""
+    source = config.eval_dataset or config.dataset
+    candidates = read_documents(source, config)
+    if config.eval_dataset is None and not whole:
+        candidates = (document for document in candidates if is_held_out(document.name, config))
+    if streaming:  # the first that come: the rest may be endless
+        candidates = take_bytes(candidates, config.eval_bytes)
+    in_hash_order = sorted(candidates, key=lambda document: split_hash(document.name))
+    texts = [document.text for document in take_bytes(in_hash_order, config.eval_bytes)]
+    if not texts:
+        raise ConfigError(
+            f"the held-out split of {source!r} is empty: raise held_out_fraction (now {config.held_out_fraction}), or "
+            "name other text with eval_dataset"
+        )
+    return texts
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The padding token, or EOS in its place; documents end in EOS, so that one must exist."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no EOS token, which documents are separated by")
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """BOS, or EOS in its place."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
 def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """`BOS text EOS` of each text; EOS stands in for a BOS that the tokenizer lacks."""
-    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    begin = first_token(tokenizer)
     for batch in group_by_size(texts, 1 << 18):
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False, split_special_tokens=True)
         for ids in encoded["input_ids"]:

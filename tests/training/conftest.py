@@ -1,6 +1,7 @@
 """A text to train on, a recipe for it, and a clean accelerate for every run inside one process."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def arguments(tmp_path: Path, corpus_file: Path):
             "logging_steps": 1,
             "eval_steps": 100,
             "save_steps": 100,
-            "tensorboard": False,
+            "tracker": "none",
             "output_dir": tmp_path / "run",
         } | changes
         given = {k: json.dumps(v) if isinstance(v, dict) else str(v) for k, v in fields.items() if v is not None}
@@ -66,9 +67,14 @@ def keep_threads():
     torch.set_num_threads(threads)
 
 
-def run(arguments: list[str]) -> dict:
-    """Trains in this process, as a process of its own would: accelerate's state is global. Returns the results."""
+def fresh_accelerate() -> None:
+    """accelerate's state is global: forget that of an earlier run in this process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    pretrain.main(arguments)
+
+
+def run(arguments: list[str], main: Callable[[list[str]], None] = pretrain.main) -> dict:
+    """Trains in this process, as a process of its own would. Returns the results."""
+    fresh_accelerate()
+    main(arguments)
     return json.loads((Path(arguments[arguments.index("--output_dir") + 1]) / "train_results.json").read_text())

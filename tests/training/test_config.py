@@ -1,13 +1,16 @@
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
 from transformers import AutoConfig
 
 import hf_linattn  # noqa: F401  registers the models
-from config import ConfigError, read_config
+from config import ConfigError, EvaluateConfig, FinetuneConfig, PretrainConfig, read_config
 
-RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "training" / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+FINETUNING = sorted((FOLDER / "finetune").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -39,9 +42,9 @@ def test_model_config_on_the_command_line_is_laid_over_the_recipe(recipe):
         (
             "leraning_rate: 0.1\n",
             [],
-            "unknown key 'leraning_rate'; did you mean 'learning_rate'.*Allowed: model_config",
+            "unknown key 'leraning_rate'; did you mean 'learning_rate'.*Allowed: .*model_config",
         ),
-        ("", ["--max_step", "3"], "unknown key 'max_step'; did you mean 'max_steps'.*Allowed: model_config"),
+        ("", ["--max_step", "3"], "unknown key 'max_step'; did you mean 'max_steps'.*Allowed: .*model_config"),
         ("", ["stray"], "do not know what to do with 'stray'"),
         ("", ["--max_steps", "many"], "max_steps.*invalid int value: 'many'"),
         ("max_steps: 1.5\n", [], "max_steps is 1.5; it must be of type int"),
@@ -85,5 +88,34 @@ def test_recipes_name_only_fields_that_exist(path):
     assert AutoConfig.for_model(**config.model_config).hidden_size == config.model_config["hidden_size"]
 
 
+@pytest.mark.parametrize("path", FINETUNING, ids=lambda path: path.stem)
+def test_recipes_for_finetuning_want_a_checkpoint(path):
+    with pytest.raises(ConfigError, match="give model_name_or_path"):
+        read_config([str(path)], FinetuneConfig)
+    config = read_config([str(path), "--model_name_or_path", "x"], FinetuneConfig)
+    assert config.task == yaml.safe_load(path.read_text())["task"]
+
+
 def test_there_are_recipes():
-    assert {"demo", "gpu_125m"} <= {path.stem for path in RECIPES}
+    assert {"demo", "gpu_125m", "own_text"} <= {path.stem for path in RECIPES}
+    assert {path.stem for path in FINETUNING} >= {
+        "chat",
+        "chat_lora",
+        *get_args(get_type_hints(FinetuneConfig)["task"]),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind, arguments, message",
+    [
+        (FinetuneConfig, ["--model_name_or_path", "x", "--task", "poetry"], "task.*invalid choice: 'poetry'"),
+        (FinetuneConfig, ["--model_name_or_path", "x", "--lora_rank", "-1"], "lora_rank is -1; it must be at least 0"),
+        (FinetuneConfig, ["--streaming", "true"], "unknown key 'streaming'"),
+        (EvaluateConfig, [], "give model_name_or_path: the checkpoint to evaluate"),
+        (PretrainConfig, ["--model_name_or_path", "x", "--decay_fraction", "1.5"], "decay_fraction is 1.5"),
+        (PretrainConfig, ["--model_name_or_path", "x", "--tracker", "paper"], "tracker.*invalid choice: 'paper'"),
+    ],
+)
+def test_each_script_has_its_own_fields(kind, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(arguments, kind)

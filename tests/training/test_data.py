@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from config import ConfigError, read_config
-from data import IGNORE, BlockStream, PackedTokens, byte_tokenizer, load_corpus, read_documents, split_hash, take_bytes
+from data import IGNORE, BlockStream, PackedTokens, byte_tokenizer, load_corpus, take_bytes
+from sources import read_documents, split_hash
 
 
 @pytest.fixture(scope="module")
