@@ -225,7 +225,7 @@ def evaluate(run: Run) -> None:
     step = run.state["step"]
     run.state["evaluations"].append([step, figures])
     run.accelerator.log({f"held_out_{name}": value for name, value in figures.items()}, step=step)
-    if run.accelerator.is_main_process:
+    if run.accelerator.is_main_process and figures:
         listed = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         tqdm.write(f"step {step}: held-out {listed}")
 

@@ -16,7 +16,7 @@ from .compare import Decoder, matching_llama, random_linattn
 STEPS = 8  # decoding steps that a sample averages
 LABELS = {"model": "linattn", "llama": "Llama"}
 SIZES = {
-    "cpu": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 4096},
+    "cpu": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 4096},
     "gpu": {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "vocab_size": 32000},
     "small": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
 }

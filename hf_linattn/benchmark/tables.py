@@ -310,6 +310,14 @@ def error_text(value: float) -> str:
     return f"{value:.1e}"
 
 
+def throughput_table(result: dict[str, Any]) -> str:
+    """Tokens a second of pretrain.py and of bare steps, and the median ratio of pairs of steps."""
+    names = {"pretrain": "pretrain.py", "bare": "forward, backward and AdamW alone"}
+    rows = [[names[key], f"{value:,.0f}"] for key, value in result["tokens_per_second"].items()]
+    rows.append(["pretrain.py, part of the bare speed", percent_text(result["pretrain_over_bare"])])
+    return table([f"steps of {result['tokens_per_step']:,} tokens ({result['device']})", "tokens/s"], rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "batching": batching_table,
     "benchmark decode": level_table,
@@ -321,6 +329,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "generation": generation_table,
     "modes": modes_table,
     "plan": plan_table,
+    "throughput": throughput_table,
     "train": train_table,
 }
 

@@ -149,9 +149,21 @@ def test_shapes_table_gives_ratios_to_both_rivals():
     ]
 
 
+def test_throughput_table():
+    speeds = {"pretrain": 6912.4, "bare": 7332.0}
+    result = {"device": "cpu", "tokens_per_step": 256, "tokens_per_second": speeds, "pretrain_over_bare": 0.93}
+    assert render({"kind": "throughput"} | result).splitlines() == [
+        "| steps of 256 tokens (cpu) | tokens/s |",
+        "| --- | ---: |",
+        "| pretrain.py | 6,912 |",
+        "| forward, backward and AdamW alone | 7,332 |",
+        "| pretrain.py, part of the bare speed | 93% |",
+    ]
+
+
 def test_unknown_kinds_are_named():
     with pytest.raises(
-        ValueError, match="no table for kind 'novel'; known: batching, benchmark decode, .* plan, train"
+        ValueError, match="no table for kind 'novel'; known: batching, benchmark decode, .* plan, throughput, train"
     ):
         render({"kind": "novel"})
 

@@ -1,6 +1,8 @@
+import json
 import math
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +195,16 @@ def test_the_script_says_what_is_wrong_in_one_line():
     assert process.returncode == 1
     (line,) = process.stderr.splitlines()
     assert line.startswith("pretrain: command line: unknown key 'max_step'; did you mean 'max_steps'?")
+
+
+def test_a_run_logs_to_trackio_when_asked(arguments, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "tracked"))
+    command = [sys.executable, str(TRAINING / "pretrain.py"), *arguments(tracker="trackio", max_steps=3)]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert process.returncode == 0, process.stderr
+    with sqlite3.connect(tmp_path / "tracked" / "run.db") as database:
+        rows = [json.loads(row) for (row,) in database.execute("select metrics from metrics order by step")]
+    losses = json.loads((tmp_path / "run" / "train_results.json").read_text())["losses"]
+    assert [row["loss"] for row in rows if "loss" in row] == pytest.approx([loss for _, loss in losses])
+    assert any("held_out_bits_per_byte" in row for row in rows)
