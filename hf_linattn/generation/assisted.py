@@ -16,6 +16,7 @@ from transformers.generation import GenerationMode
 
 from ..cache import adopt_cache, linear_layers
 from .checks import check_continuation, check_token_ids, covered_tokens
+from .inputs import ModelInputs
 
 # Beside its draft, a model of another tokenizer takes back tokens that were accepted, where text is divided anew.
 REENCODED = 64
@@ -90,7 +91,7 @@ class AssistedDecodingMixin:
             drafted = input_ids.shape[1] - assisted.prompt if is_first_iteration else next_sequence_length - 1
             for layer in linear_layers(cache):
                 layer.make_room(drafted)
-        return super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             cache=cache,
@@ -99,6 +100,7 @@ class AssistedDecodingMixin:
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+        return ModelInputs(inputs)
 
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         if any(layer.record_past for layer in linear_layers(model_kwargs.get("cache"))):
