@@ -1,14 +1,8 @@
 """The linear attention decoder."""
 
 from .configuration_linattn import LinAttnConfig
-from .modeling_linattn import (
-    LinAttnForCausalLM,
-    LinAttnForQuestionAnswering,
-    LinAttnForSequenceClassification,
-    LinAttnForTokenClassification,
-    LinAttnModel,
-    LinAttnPreTrainedModel,
-)
+from .heads import LinAttnForQuestionAnswering, LinAttnForSequenceClassification, LinAttnForTokenClassification
+from .modeling_linattn import LinAttnForCausalLM, LinAttnModel, LinAttnPreTrainedModel
 
 __all__ = [
     "LinAttnConfig",

@@ -10,16 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-)
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -309,72 +300,4 @@ class LinAttnForCausalLM(LinAttnPreTrainedModel, LinearAttentionGenerationMixin,
         )
 
 
-class LinAttnForSequenceClassification(GenericForSequenceClassification, LinAttnPreTrainedModel):
-    """The decoder with a classification head on the last real token of each row."""
-
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast:
-        """Class logits [B, num_labels]. With an `attention_mask` the last token is the last one it marks as real."""
-        if attention_mask is None:
-            return super().forward(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                cache=cache,
-                inputs_embeds=inputs_embeds,
-                labels=labels,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        outputs = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        batch, length = hidden_states.shape[:2]
-        places = torch.arange(length, device=hidden_states.device)
-        last = (attention_mask[:, -length:].to(hidden_states.device).long() * places).argmax(-1)
-        pooled = self.score(hidden_states[torch.arange(batch, device=last.device), last])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=pooled, labels=labels, pooled_logits=pooled, config=self.config)
-        return SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=pooled,
-            cache=outputs.cache,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class LinAttnForTokenClassification(GenericForTokenClassification, LinAttnPreTrainedModel):
-    """The decoder with a classification head on every token."""
-
-
-class LinAttnForQuestionAnswering(GenericForQuestionAnswering, LinAttnPreTrainedModel):
-    """The decoder with a span head: start and end logits."""
-
-
-__all__ = [
-    "LinAttnForCausalLM",
-    "LinAttnForQuestionAnswering",
-    "LinAttnForSequenceClassification",
-    "LinAttnForTokenClassification",
-    "LinAttnModel",
-    "LinAttnPreTrainedModel",
-]
+__all__ = ["LinAttnForCausalLM", "LinAttnModel", "LinAttnPreTrainedModel"]
