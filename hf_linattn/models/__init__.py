@@ -10,9 +10,11 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    configuration_utils,
 )
 from transformers.models.auto import modeling_auto
 
+from ..cache import LINEAR_LAYER_TYPE
 from .linattn import (
     LinAttnConfig,
     LinAttnForCausalLM,
@@ -47,6 +49,9 @@ def register() -> None:
     for auto_class, model_class, names in _HEADS:
         auto_class.register(LinAttnConfig, model_class, exist_ok=True)
         getattr(modeling_auto, names)[LinAttnConfig.model_type] = model_class.__name__
+    # Trainer reads the config of the checkpoint it resumes from with the base class, which knows layers by this table.
+    if LINEAR_LAYER_TYPE not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+        configuration_utils.ALLOWED_ATTN_LAYER_TYPES += (LINEAR_LAYER_TYPE,)
     # `transformers serve` loads through this class first; a model it does not hold is looked up by its name in the
     # transformers package, where no plugin's class is. For decisions it is the right one: they read a causal model.
     AutoModelForDecision.register(LinAttnConfig, LinAttnForCausalLM, exist_ok=True)
