@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from ..cache import Recorded, prefetch_next
 from ..ops import attention_weights, decode_step, linear_attention, make_feature_map
-from .short_conv import FEW_TOKENS, ShortConvolution
+from .short_conv import ShortConvolution, is_few
 
 NORMALIZERS = ("denominator", "rmsnorm", "none")
 ROPE_POSITIONS = ("before", "none")
@@ -107,7 +107,7 @@ class LinearAttention(nn.Module):
             tails = layer.conv_tails
         q, k, v, conv_inputs, old_tails, tails = self._project(hidden_states, attention_mask, tails, packing)
         feature_map = self.feature_map
-        if length <= FEW_TOKENS and not feature_map.is_learnable:
+        if is_few(length) and not feature_map.is_learnable:
             # what costs here is the number of operations: rotate and map queries and keys in one go
             heads = [self.num_heads, self.num_key_value_heads]
             q, k = feature_map.key(self._rotate(torch.cat([q, k], 2), position_embeddings)).split(heads, 2)

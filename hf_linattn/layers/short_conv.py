@@ -10,6 +10,11 @@ from ..cache import next_tail, real_first
 FEW_TOKENS = 32  # a step, or the draft of one: the number of operations counts, and not their size
 
 
+def is_few(length: int) -> bool:
+    """Whether `length` tokens are few; a symbol of `torch.export` stands for any number, so it is not."""
+    return isinstance(length, int) and length <= FEW_TOKENS
+
+
 class ShortConvolution(nn.Module):
     """y_t = sum_j w_j * x_{t - K + 1 + j}, one filter per channel, over real tokens of one document.
 
@@ -69,7 +74,7 @@ class ShortConvolution(nn.Module):
             if key_mask is not None:
                 new_tail = torch.where(key_mask.unsqueeze(-1), new_tail, window[:, :-1])
             return (window * self.weight.t()).sum(1, keepdim=True), new_tail
-        if length <= FEW_TOKENS and key_mask is None and segments is None:
+        if is_few(length) and key_mask is None and segments is None:
             padded = torch.cat([tail.to(x.dtype), x], 1)
             windows = padded.unfold(1, self.kernel_size, 1)  # [B, T, C, K], at K times the memory of x
             return (windows * self.weight).sum(-1), padded[:, -reach:].clone()

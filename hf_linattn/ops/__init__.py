@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import backends
@@ -15,10 +16,12 @@ from .parallel import parallel_linear_attention as _parallel
 from .recurrent import recurrent_linear_attention as _recurrent
 from .state import LinearAttentionState
 from .step import decode_step as _decode_step
+from .traced import traced_linear_attention as _traced
 
 parallel_linear_attention = without_autocast(_parallel)
 chunk_linear_attention = without_autocast(_chunk)
 recurrent_linear_attention = without_autocast(_recurrent)
+traced_linear_attention = without_autocast(_traced)
 attention_weights = without_autocast(_attention_weights)
 decode_step = without_autocast(_decode_step)
 
@@ -39,6 +42,8 @@ def linear_attention(
     backend: str = "auto",
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Kernelised linear attention; a single token runs the recurrence, anything longer the chunk form.
+
+    Under `torch.compile` and `torch.export` the chunk form is one graph for every length, but for packed documents.
 
         mu_i = mu_{i-1} + phi(k_i)^T v_i,   nu_i = nu_{i-1} + phi(k_i)
         out_i = phi(q_i) mu_i / (phi(q_i) nu_i)          causal; else mu_S, nu_S serve every i
@@ -81,7 +86,9 @@ def linear_attention(
         backend = backends.choose(q, k, v, feature_map=feature_map, causal=causal).backend
     if backend == "torch":
         is_step = causal and q.dim() == 4 and q.shape[1] == 1
-        form = recurrent_linear_attention if is_step else chunk_linear_attention
+        is_traced = torch.compiler.is_compiling() and cu_seqlens is None
+        whole = traced_linear_attention if is_traced else chunk_linear_attention
+        form = recurrent_linear_attention if is_step else whole
     else:
         form = backends.form(backend)
     return form(
@@ -113,4 +120,5 @@ __all__ = [
     "parallel_linear_attention",
     "recurrent_linear_attention",
     "register_feature_map",
+    "traced_linear_attention",
 ]

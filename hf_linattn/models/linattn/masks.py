@@ -27,10 +27,11 @@ def check_attention_mask(mask: Any, batch: int, length: int, past: int | Tensor,
     if mask.shape[0] != batch:
         raise ValueError(f"attention_mask has {mask.shape[0]} rows, the input {batch}")
     if isinstance(past, int):
-        allowed = {past + length} if whole else {past + length, length}
+        # a list, since a length may be a symbol while a graph is exported, and symbols have no hash
+        allowed = [past + length] if whole or not past else [length, past + length]
         if mask.shape[1] not in allowed:
             raise ValueError(
-                f"attention_mask covers {mask.shape[1]} tokens; it must cover {' or '.join(map(str, sorted(allowed)))}"
+                f"attention_mask covers {mask.shape[1]} tokens; it must cover {' or '.join(map(str, allowed))}"
                 f" ({past} already read + {length} new)"
             )
     elif mask.shape[1] < length:
