@@ -1,4 +1,4 @@
-"""The command line: read a text once, keep the state, ask about it; plan a model's costs, measure them; serve a model.
+"""The command line: read a text once and ask about it; plan and measure what models cost; serve and evaluate them.
 
 hf-linattn env
 hf-linattn read book.txt --model runs/demo --out book.state
@@ -6,6 +6,7 @@ hf-linattn ask book.state "def main():"
 hf-linattn plan runs/demo --context 4096 65536
 hf-linattn benchmark
 hf-linattn transformers serve runs/demo
+hf-linattn lm-eval run --model hf --model_args pretrained=runs/demo --tasks lambada_openai
 """
 
 from __future__ import annotations
@@ -105,6 +106,23 @@ def run_transformers(argv: list[str]) -> None:
     app(argv, prog_name="hf-linattn transformers")
 
 
+def run_lm_eval(argv: list[str]) -> None:
+    """lm-evaluation-harness's own command line with `argv`, likewise: it has no entry point for plugins either."""
+    if find_spec("lm_eval") is None:
+        raise ValueError("lm-eval needs the package lm-eval: pip install 'lm-eval[hf]'")
+    from lm_eval.__main__ import cli_evaluate
+
+    before, sys.argv = sys.argv, ["hf-linattn lm-eval", *argv]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+
+
+# Commands of other packages; their options are theirs to read.
+PASSED_ON = {"transformers": run_transformers, "lm-eval": run_lm_eval}
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -153,14 +171,15 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_arguments(commands.add_parser("plan", help="bytes and operations at a context, linear beside softmax"))
     suite.add_arguments(commands.add_parser("benchmark", help="measure speed and memory here: JSON, tables, figures"))
     commands.add_parser("transformers", add_help=False, help="transformers' own commands (serve, chat, ...)")
+    commands.add_parser("lm-eval", add_help=False, help="lm-evaluation-harness's own commands (run, ls, ...)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if argv[:1] == ["transformers"]:  # its options are not argparse's to read
-            run_transformers(argv[1:])
+        if argv and argv[0] in PASSED_ON:
+            PASSED_ON[argv[0]](argv[1:])
         else:
             arguments = build_parser().parse_args(argv)
             arguments.run(arguments)

@@ -94,6 +94,14 @@ def test_what_cannot_be_served_is_one_line(arguments, absent, words, monkeypatch
     assert "\n" not in str(error.value)
 
 
+def test_evaluating_without_the_harness_is_one_line(monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(
+        SystemExit, match=r"^hf-linattn: lm-eval needs the package lm-eval: pip install 'lm-eval\[hf\]'$"
+    ):
+        main(["lm-eval", "run", "--tasks", "lambada_openai"])
+
+
 def test_env_says_what_runs_and_why(capsys, monkeypatch):
     main(["env", "--device", "cpu"])
     out = capsys.readouterr().out
