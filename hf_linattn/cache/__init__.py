@@ -107,14 +107,11 @@ def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cach
     for index, (layer, layer_type) in enumerate(zip(cache.layers, layer_types)):
         is_linear = isinstance(layer, KernelLinearAttentionLayer)
         if is_linear != (layer_type == LINEAR_LAYER_TYPE):
-            if layer.is_initialized and not is_linear:
-                raise ValueError(
-                    f"cache layer {index} holds keys and values, but layer {index} of the model keeps a sum of them: a "
-                    "cache of another model, or of prefix tuning, does not fit (prompt tuning and LoRA do)"
-                )
+            brings_keys = layer.is_initialized and not is_linear
+            why = ": a state is a sum, so that prefix tuning has no keys to stand before (tune prompts or LoRA)"
             raise ValueError(
                 f"cache layer {index} is a {type(layer).__name__}, but layer {index} of the model is {layer_type!r}; "
-                "build the cache with LinearAttentionCache(model.config)"
+                f"build the cache with LinearAttentionCache(model.config){why if brings_keys else ''}"
             )
         if not layer.is_initialized or not (is_linear or layer.keys.numel()):
             continue

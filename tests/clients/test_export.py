@@ -84,7 +84,7 @@ def test_packed_documents_are_not_exported():
 
 
 def test_a_compiled_training_step(make):
-    model, ids, mask = make(conv_kernel_size=3).double().train(), random_ids(2, 9), padded(2, 9)
+    model, ids, mask = make(conv_kernel_size=3).double().train(), random_ids(2, 70), padded(2, 70)
     inputs = {"labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
     results = []
     torch._dynamo.reset()
