@@ -10,6 +10,7 @@ from .models import (
     LinAttnForTokenClassification,
     LinAttnModel,
     LinAttnPreTrainedModel,
+    parallelize,
     register,
 )
 from .ops import (
@@ -42,5 +43,6 @@ __all__ = [
     "LinearAttentionState",
     "linear_attention",
     "make_feature_map",
+    "parallelize",
     "register_feature_map",
 ]

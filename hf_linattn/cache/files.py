@@ -43,6 +43,15 @@ FIELDS = (
 )
 SAMPLE = 64  # values of each parameter that enter the fingerprint of the weights
 
+SHARDED = (
+    "a state is saved from and loaded for a whole model: this one is shared among ranks, each with some heads of it"
+)
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    """Whether this process holds only a part of some parameter."""
+    return model is not None and any(hasattr(parameter, "placements") for parameter in model.parameters())
+
 
 def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a config that decide what its states mean."""
@@ -63,6 +72,9 @@ def save_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
     """Write `cache` to `path`, whole or not at all."""
     if not any(getattr(layer, "is_initialized", False) for layer in cache.layers):
         raise ValueError("the cache is empty: there is nothing to save before the first token")
+    heads = {layer.mu.shape[1] for layer in cache.layers if isinstance(layer, KernelLinearAttentionLayer)}
+    if is_sharded(model) or heads - {cache.config.num_key_value_heads}:
+        raise ValueError(SHARDED)
     tensors: dict[str, Tensor] = {}
     padding = None
     for index, layer in enumerate(cache.layers):
@@ -97,6 +109,8 @@ def save_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
 
 def load_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.Module) -> None:
     """Fill the empty `cache`, built from `model.config`, from the file at `path`."""
+    if is_sharded(model):
+        raise ValueError(SHARDED)
     path = Path(path)
     header, tensors = _read(path)
     _check_header(path, header, model)

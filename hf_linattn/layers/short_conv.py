@@ -39,7 +39,7 @@ class ShortConvolution(nn.Module):
 
     def initial_weight(self) -> Tensor:
         """The identity filter."""
-        weight = torch.zeros(self.channels, self.kernel_size, device=self.weight.device)
+        weight = torch.zeros(self.weight.shape, device=self.weight.device)
         weight[:, -1] = 1
         return weight
 

@@ -23,6 +23,7 @@ from .linattn import (
     LinAttnForTokenClassification,
     LinAttnModel,
     LinAttnPreTrainedModel,
+    parallelize,
 )
 
 # Auto class, model class, and the table of class names in which Trainer and pipelines look models up
@@ -65,5 +66,6 @@ __all__ = [
     "LinAttnForTokenClassification",
     "LinAttnModel",
     "LinAttnPreTrainedModel",
+    "parallelize",
     "register",
 ]

@@ -67,14 +67,14 @@ class Loader:
         if self.is_direct:
             self._map_into(frame, frame.phi_q, self.view_q(self.q, block))
         else:
-            frame.phi_q.copy_(self._split_q(self.feature_map.query(self.q[:, block.tokens]), block))
+            frame.phi_q.copy_(self._split_q(self._map("query", self.q[:, block.tokens]), block))
 
     def read_key_value(self, frame: Frame, block: Block) -> None:
         """frame.phi_k = phi(k) and frame.values = [v, 1], both 0 on masked keys."""
         if self.is_direct:
             self._map_into(frame, frame.phi_k, self.view_k(self.k, block))
         else:
-            frame.phi_k.copy_(self._split_k(self.feature_map.key(self._raw_keys(block)), block))
+            frame.phi_k.copy_(self._split_k(self._map("key", self._raw_keys(block)), block))
         frame.values[..., :-1].copy_(self.view_k(self.v, block))
         if frame.ones_are_masked:
             frame.values[..., -1] = 1
@@ -153,6 +153,12 @@ class Loader:
         """Keys before phi; a masked one is 0, so that its content cannot reach a parameter's gradient."""
         keys = self.k[:, block.tokens]
         return keys if self.hidden is None else keys.masked_fill(self.hidden[:, block.tokens, None, None], 0)
+
+    def _map(self, side: str, raw: Tensor) -> Tensor:
+        """phi by a map of any kind, with the parameters of the forward: sharded ones look otherwise in the backward."""
+        if not self.parameters:
+            return getattr(self.feature_map, side)(raw)
+        return functional_call(_Side(self.feature_map), _prefixed(self.parameters), (raw, side))
 
     def _map_into(self, frame: Frame, out: Tensor, source: Tensor) -> None:
         if self.feature_map is None:

@@ -3,6 +3,7 @@
 from .configuration_linattn import LinAttnConfig
 from .heads import LinAttnForQuestionAnswering, LinAttnForSequenceClassification, LinAttnForTokenClassification
 from .modeling_linattn import LinAttnForCausalLM, LinAttnModel, LinAttnPreTrainedModel
+from .parallel import parallelize
 
 __all__ = [
     "LinAttnConfig",
@@ -12,4 +13,5 @@ __all__ = [
     "LinAttnForTokenClassification",
     "LinAttnModel",
     "LinAttnPreTrainedModel",
+    "parallelize",
 ]

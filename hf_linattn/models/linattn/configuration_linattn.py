@@ -137,6 +137,20 @@ class LinAttnConfig(LlamaConfig):
             super().validate_output_attentions()
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallel ranks share the model: Llama's plan, and by head what this config adds to it.
+
+        Norms serve every head, so each rank keeps them whole.
+        """
+        plan = dict(super().base_model_tp_plan)
+        if self.conv_kernel_size:
+            plan |= dict.fromkeys((f"layers.*.self_attn.{x}_conv" for x in "qkv"), "heads_first")
+        if feature_map_class(self.feature_map).is_learnable:
+            plan["layers.*.self_attn.feature_map"] = "heads_first"
+        norms = ["q_norm", "k_norm"] * self.qk_norm + ["o_norm"] * (self.normalizer == "rmsnorm")
+        return plan | {f"layers.*.self_attn.{norm}": "replicate" for norm in norms}
+
+    @property
     def feature_dim(self) -> int:
         """F of the feature map."""
         return feature_map_class(self.feature_map).feature_dim(self.head_dim, **(self.feature_map_kwargs or {}))

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -37,6 +36,7 @@ from .masks import (
     restart_positions,
     split_masks,
 )
+from .parallel import check_tensor_parallel, fill, shard_attentions
 
 
 class FullAttention(Qwen3Attention):
@@ -88,9 +88,20 @@ class LinAttnPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, FeatureMap):
             for name, value in module.initial_parameters().items():
-                init.copy_(getattr(module, name), value)
+                fill(getattr(module, name), value)
         elif isinstance(module, ShortConvolution):
-            init.copy_(module.weight, module.initial_weight())
+            fill(module.weight, module.initial_weight())
+
+    @classmethod
+    def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh_manager) -> PreTrainedModel:
+        """Shard over the ranks that `distributed_config` asks for; tensor parallel ones must share the key heads."""
+        is_parallel = mesh_manager is not None and distributed_config.tp_size > 1
+        if is_parallel:
+            check_tensor_parallel(model, distributed_config.tp_size)
+        model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
+        if is_parallel:
+            shard_attentions(model, mesh_manager.get_mesh("tp"))
+        return model
 
 
 class LinAttnModel(LinAttnPreTrainedModel):
