@@ -32,6 +32,7 @@ from loop import (
     train,
 )
 from models import load_model, load_tokenizer, new_model
+from strategy import report
 
 
 def main(argv: list[str]) -> None:
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> None:
     if config.torch_compile:
         model.compile()
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    say(report(accelerator, model))
 
     # 4. Where an earlier run stopped, if one did.
     state = begin_or_resume(accelerator, config)

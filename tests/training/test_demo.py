@@ -6,8 +6,9 @@ import demo
 from data import byte_tokenizer
 from hf_linattn.benchmark.record import read_json
 from hf_linattn.benchmark.tables import render
+from recipes import TINY
 
-from .conftest import TINY, run
+from .conftest import run
 
 
 def test_demo_reads_a_run_and_writes_what_it_measured(arguments, tmp_path, capsys):

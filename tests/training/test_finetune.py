@@ -20,8 +20,9 @@ from data import byte_tokenizer
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM
 from hf_linattn.benchmark.record import read_json
 from hf_linattn.models.linattn.modeling_linattn import LinAttnPreTrainedModel
+from recipes import TINY
 
-from .conftest import TINY, run
+from .conftest import run
 
 COLOURS = ("red", "blue", "green")
 

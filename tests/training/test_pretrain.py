@@ -17,8 +17,9 @@ from checkpoints import TrainingStopped, list_checkpoints
 from config import ConfigError, read_config
 from data import load_corpus
 from loop import parameter_groups
+from recipes import TINY
 
-from .conftest import TINY, run
+from .conftest import run
 
 MODELS = {
     "llama": {"model_type": "llama", "attention_dropout": 0.1},  # dropout: resuming must restore random numbers too

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 import loop
 import pretrain
 from checkpoints import TrainingStopped, list_checkpoints
+from recipes import TINY
 
-from .conftest import TINY, run
+from .conftest import run
 
 TRAINING = Path(pretrain.__file__).parent
 

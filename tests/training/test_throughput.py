@@ -6,8 +6,9 @@ import torch
 import throughput
 from config import ConfigError
 from hf_linattn.benchmark.record import read_json
+from recipes import TINY
 
-from .conftest import TINY, fresh_accelerate
+from .conftest import fresh_accelerate
 
 
 def measure(arguments) -> None:
