@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TESTED := $(VENV)/.tested
-LAUNCH := $(BIN)/accelerate launch --config_file training/accelerate.yaml
+LAUNCH := $(BIN)/accelerate launch --config_file training/launch/one_gpu.yaml
 
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := true
