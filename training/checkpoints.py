@@ -117,3 +117,12 @@ def load_checkpoint(accelerator: Accelerator, config: dict[str, Any], path: Path
         raise ConfigError(f"{path} was made by another recipe ({listed}); use resume: restart, or another output_dir")
     accelerator.load_state(str(path))
     return state
+
+
+def merged_weights(accelerator: Accelerator, model) -> dict[str, Any]:
+    """The weights of all processes as one state dict (on the main process), tied ones once.
+
+    Merging shards gives each name a tensor of its own, so that they no longer look tied.
+    """
+    tied = accelerator.unwrap_model(model).all_tied_weights_keys
+    return {name: weight for name, weight in accelerator.get_state_dict(model).items() if name not in tied}

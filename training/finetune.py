@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from checkpoints import whole_or_absent
+from checkpoints import merged_weights, whole_or_absent
 from config import ConfigError, FinetuneConfig, read_config
 from data import IGNORE, BlockStream, pad_token
 from examples import (
@@ -53,6 +53,7 @@ from loop import (
     train,
 )
 from models import load_model, load_tokenizer
+from strategy import report
 
 HEADS = {"sequence_classification": ("score.",), "token_classification": ("score.",)}  # what a checkpoint may lack
 PEFT_TASKS = {"chat": "CAUSAL_LM", "sequence_classification": "SEQ_CLS", "token_classification": "TOKEN_CLS"}
@@ -106,6 +107,7 @@ def main(argv: list[str]) -> None:
     if config.torch_compile:
         model.compile()
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    say(report(accelerator, model))
 
     # 4. Where an earlier run stopped, if one did.
     state = begin_or_resume(accelerator, config)
@@ -255,7 +257,7 @@ def wants_gradient(parameter: torch.nn.Parameter) -> bool:
 
 
 def save(accelerator: Accelerator, model, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> None:
-    weights = accelerator.get_state_dict(model)
+    weights = merged_weights(accelerator, model)
     whole, output_dir = accelerator.unwrap_model(model), Path(config.output_dir)
     with whole_or_absent(config, "the model"):
         if not config.lora_rank:

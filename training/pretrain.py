@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
 from baselines import measure_baselines
-from checkpoints import whole_or_absent
+from checkpoints import merged_weights, whole_or_absent
 from config import PretrainConfig, read_config
 from data import BlockStream, load_corpus
 from hf_linattn.benchmark.record import record, write_json
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     train(run)
 
     # 6. What came of it.
-    weights = accelerator.get_state_dict(model)
+    weights = merged_weights(accelerator, model)
     with whole_or_absent(config, "the model"):
         accelerator.unwrap_model(model).save_pretrained(
             config.output_dir, is_main_process=accelerator.is_main_process, state_dict=weights
