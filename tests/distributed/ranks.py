@@ -17,18 +17,22 @@ ROOT = Path(__file__).parents[2]
 FOLDER = "HF_LINATTN_TEST_FOLDER"
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def launch(script: str, ranks: int, folder: Path, *arguments: str) -> list[dict]:
     """Run the module `script` of this folder as `ranks` processes; what each of them left."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "training"))),
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         FOLDER: str(folder),
     }
     command = [sys.executable, "-m", f"tests.distributed.{script}", *arguments]

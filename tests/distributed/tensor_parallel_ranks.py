@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from helpers import make_model
+from helpers import make_llama, make_model
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -48,6 +48,9 @@ results["parts"] = [part.weight.to_local().shape for part in (attention.q_proj, 
 # what is refused
 three = make_model("linear", num_attention_heads=3, head_dim=4)
 results["messages"]["three heads"] = message(hf_linattn.parallelize, three, mesh)
+results["messages"]["a llama"] = message(hf_linattn.parallelize, make_llama(), mesh)
+grid = torch.distributed.init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+results["messages"]["two dimensions"] = message(hf_linattn.parallelize, model_of("conv"), grid)
 if rank == 0:
     three.save_pretrained(folder / "three")
 dist.barrier()

@@ -92,6 +92,8 @@ def test_what_ranks_cannot_share_is_refused_in_one_line(ranks):
         said = rank["messages"]
         heads = "tensor parallel size 2 does not divide num_key_value_heads=3; choose one of [1, 3]"
         assert said["three heads"] == said["three heads, loaded"] == heads
+        assert said["a llama"] == "parallelize shards models of model_type 'linattn', not 'llama'"
+        assert said["two dimensions"] == "mesh has 2 dimensions; pass the one of tensor parallelism, as mesh['tp']"
         for name in ("save", "save, with its model", "load"):
             assert said[name].startswith("a state is saved from and loaded for a whole model"), said[name]
         assert not any("\n" in text for text in said.values())
