@@ -33,6 +33,7 @@ class FeatureMap(nn.Module):
 
     Class attributes: `is_nonnegative` (phi(q) phi(k)^T >= 0 for all q, k, so that no denominator cancels),
     `is_learnable` (has parameters), `separate_qk` (queries and keys are mapped with different parameters).
+    Parameters have the heads first, [Hq or Hk, ...], so that tensor parallel ranks can share them.
     """
 
     is_nonnegative: ClassVar[bool] = True

@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from ...layers import LinearAttention, ShortConvolution
+from .configuration_linattn import LinAttnConfig
 
 HEADS_FIRST = "heads_first"
 
@@ -60,7 +61,7 @@ def parallelize(model: PreTrainedModel, mesh: Any) -> PreTrainedModel:
         called on every rank, writes the whole checkpoint once.
 
     Raises:
-        ValueError: a mesh of more dimensions, or a size that does not divide the key heads.
+        ValueError: a model of another kind, a mesh of more dimensions, or a size that does not divide the key heads.
 
     Example:
 
@@ -69,6 +70,8 @@ def parallelize(model: PreTrainedModel, mesh: Any) -> PreTrainedModel:
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
+    if not isinstance(model.config, LinAttnConfig):
+        raise ValueError(f"parallelize shards models of model_type 'linattn', not {model.config.model_type!r}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass the one of tensor parallelism, as mesh['tp']")
     check_tensor_parallel(model, mesh.size())
