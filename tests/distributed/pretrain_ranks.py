@@ -11,13 +11,14 @@ from strategy import report
 train = pretrain.train
 
 
-def train_and_keep(accelerator, config, model, *rest) -> None:
-    train(accelerator, config, model, *rest)
+def train_and_keep(run) -> None:
+    train(run)
+    whole = run.accelerator.unwrap_model(run.model)
     held = {
-        "parameters": {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()},
-        "strategy": report(accelerator, model),
+        "parameters": {name: p.detach().clone() for name, p in whole.named_parameters()},
+        "strategy": report(run.accelerator, run.model),
     }
-    torch.save(held, Path(config.output_dir) / f"rank{accelerator.process_index}.pt")
+    torch.save(held, Path(run.config.output_dir) / f"rank{run.accelerator.process_index}.pt")
 
 
 pretrain.train = train_and_keep
