@@ -31,7 +31,7 @@ SMALL_SHAPES = ({"batch": 2, "length": 160, "heads": 2, "head_dim": 16},)
 def attention_level(level: dict[str, Any], settings: Settings) -> None:
     """Fill `level` with forward and forward with backward over the lengths."""
     sizes = SIZES | ({"heads": 2, "head_dim": 16} if settings.small else {})
-    sides, absent = sides_here(settings.device, settings.dtype, sizes["head_dim"])
+    sides, absent = sides_here(settings.device, settings.dtype, sizes["head_dim"], settings.sides)
     level |= describe(settings, sides, absent) | {"kind": "benchmark op", "sizes": sizes}
     level["errors"] = errors(sides, settings, **sizes)
     settings.save()
@@ -48,7 +48,7 @@ def shapes_level(level: dict[str, Any], settings: Settings) -> None:
     level |= {"kind": "benchmark shapes", "shapes": []}
     for shape in SMALL_SHAPES if settings.small else SHAPES:
         sizes = {key: value for key, value in shape.items() if key != "length"}
-        sides, absent = sides_here(settings.device, settings.dtype, sizes["head_dim"])
+        sides, absent = sides_here(settings.device, settings.dtype, sizes["head_dim"], settings.sides)
         level |= describe(settings, sides, absent)
         passes: dict[str, Any] = {}
         level["shapes"].append({"sizes": shape, "passes": passes})

@@ -50,6 +50,7 @@ class Settings:
         rounds: turns of each side that count, at each length.
         budget_s: a side whose call is foreseen to take longer is dropped from a length on.
         seed: of all inputs and weights.
+        sides: of the attention function, by name; None takes all that run here.
         small: sizes that only try the code.
         clock: the time that all of it may take.
         say: takes a line of progress.
@@ -62,6 +63,7 @@ class Settings:
     rounds: int = 5
     budget_s: float = 10.0
     seed: int = 0
+    sides: Sequence[str] | None = None
     small: bool = False
     clock: Clock = field(default_factory=Clock)
     say: Callable[[str], Any] = print

@@ -21,7 +21,7 @@ SIZES = {"batch": 1, "heads": 8, "head_dim": 64}
 def decode_level(level: dict[str, Any], settings: Settings) -> None:
     """Fill `level` with the time of a step over the lengths of the context."""
     sizes = SIZES | ({"heads": 2, "head_dim": 16} if settings.small else {})
-    here, absent = sides_here(settings.device, settings.dtype, sizes["head_dim"])
+    here, absent = sides_here(settings.device, settings.dtype, sizes["head_dim"], settings.sides)
     level |= {
         "kind": "benchmark decode",
         "device": str(settings.device),
@@ -45,7 +45,7 @@ def decode_pass(
 ) -> None:
     """A step of every side over the lengths; fills `measured` as `climb` does."""
     device, dtype = settings.device, settings.dtype
-    here, _ = sides_here(device, dtype, head_dim)
+    here, _ = sides_here(device, dtype, head_dim, settings.sides)
     names = [name for name in STEPPING if name in here]
 
     def prepare(length: int, running: list[str]) -> dict[str, Callable[[], Call]]:

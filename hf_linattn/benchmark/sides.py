@@ -103,9 +103,14 @@ def _parameters(function: Callable) -> Sequence[str]:
         return []
 
 
-def sides_here(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[dict[str, Side], dict[str, str]]:
-    """The sides that run here, this package's best first; and for the labels of the others, why they do not."""
+def sides_here(
+    device: torch.device, dtype: torch.dtype, head_dim: int, chosen: Sequence[str] | None = None
+) -> tuple[dict[str, Side], dict[str, str]]:
+    """The sides that run here, of those `chosen`, this package's best first; and for the labels of the others, why they
+    do not."""
     reasons = {name: why_not(name, device, dtype, head_dim) for name in SIDES}
+    for name in SIDES.keys() - set(chosen or SIDES):
+        reasons[name] = reasons[name] or "not chosen"
     here = {name: SIDES[name] for name, reason in reasons.items() if reason is None}
     return here, {SIDES[name].label: reason for name, reason in reasons.items() if reason is not None}
 

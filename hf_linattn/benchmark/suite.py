@@ -21,6 +21,7 @@ from .kernels import kernels_level
 from .models import model_level
 from .plots import PLOTS, plot
 from .record import read_json, record, write_json
+from .sides import SIDES, why_not
 from .tables import TABLES, render
 
 LEVELS: dict[str, Callable[[dict[str, Any], Settings], None]] = {
@@ -43,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", help=f"tokens (default: the powers of 2 from {LENGTHS[0]} to {LENGTHS[-1]:,})"
     )
+    parser.add_argument(
+        "--sides", nargs="+", metavar="SIDE", help=f"of the attention function, among {', '.join(SIDES)} (default: all)"
+    )
     parser.add_argument("--dtype", help="of inputs and weights (default: float32 on the CPU, bfloat16 on a GPU)")
     parser.add_argument("--rounds", type=int, help="turns of each side that count (default: 5)")
     parser.add_argument(
@@ -64,9 +68,13 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {list(DTYPES)}")
-    unknown = [level for level in arguments.levels if level not in LEVELS]
-    if unknown:
-        raise ValueError(f"levels={unknown[0]!r} is unknown; choose among {list(LEVELS)}")
+    for name, choices in (("levels", LEVELS), ("sides", SIDES)):
+        for value in getattr(arguments, name) or ():
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is unknown; choose among {list(choices)}")
+    for side in arguments.sides or ():
+        if reason := why_not(side, device, getattr(torch, dtype), 64):
+            raise ValueError(f"sides={side!r} cannot run here: {reason}")
     lengths = sorted(set(arguments.lengths or (QUICK_LENGTHS if quick else LENGTHS)))
     if lengths[0] < 1:
         raise ValueError(f"lengths={lengths[0]} is not a number of tokens; choose 1 or more")
@@ -80,8 +88,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         if not value > 0:
             raise ValueError(f"{name}={value} is not positive; choose more than 0")
     return Settings(
-        device, getattr(torch, dtype), lengths, chosen["rounds"], chosen["budget_s"], arguments.seed, quick,
-        Clock(chosen["minutes"]), say=lambda line: print(line, file=sys.stderr),
+        device, getattr(torch, dtype), lengths, chosen["rounds"], chosen["budget_s"], arguments.seed, arguments.sides,
+        quick, Clock(chosen["minutes"]), say=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
 
 

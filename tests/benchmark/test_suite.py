@@ -80,6 +80,17 @@ def test_the_command_prints_tables_and_says_where_files_are(tmp_path, capsys):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_sides_can_be_chosen(tmp_path):
+    options = ["--quick", "--levels", "op", "decode", "--sides", "softmax", "torch", "--device", "cpu"]
+    cli.main(["benchmark", *options, "--out", str(tmp_path)])
+    result = read_json(tmp_path / "benchmark.json")
+    for level in ("op", "decode"):
+        assert list(result[level]["sides"]) == ["torch", "softmax"]
+        for measured in result[level]["passes"].values():
+            assert all(list(row["sides"]) == ["torch", "softmax"] for row in measured["rows"])
+    assert result["op"]["absent"]["linear, buckets in plain PyTorch"] == "not chosen"
+
+
 def test_without_matplotlib_there_are_tables_still(quick, monkeypatch, capsys):
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     suite.report(read_json(quick / "benchmark.json"), quick / "benchmark.json")
@@ -95,6 +106,8 @@ def test_without_matplotlib_there_are_tables_still(quick, monkeypatch, capsys):
         (["--device", "abacus"], "device='abacus' is unknown; choose 'cpu' or 'cuda'"),
         (["--dtype", "int8"], "dtype='int8' is unknown; choose one of ['float32', 'bfloat16', 'float16']"),
         (["--levels", "op", "galaxy"], "levels='galaxy' is unknown; choose among ['op', 'decode', 'model']"),
+        (["--sides", "torch", "magic"], "sides='magic' is unknown; choose among ['triton', 'native',"),
+        (["--sides", "fla"], "sides='fla' cannot run here: "),
         (["--lengths", "128", "0"], "lengths=0 is not a number of tokens; choose 1 or more"),
         (["--lengths", "many"], "invalid int value: 'many'"),
         (["--rounds", "0"], "rounds=0 is not positive"),
