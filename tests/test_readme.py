@@ -48,7 +48,7 @@ def test_python_blocks_run(demo_checkpoint, capsys):
 
 
 def test_tables_are_their_files():
-    assert README.count("<!-- table:") == 9
+    assert README.count("<!-- table:") == 10
     assert fill(README, ROOT) == README
 
 

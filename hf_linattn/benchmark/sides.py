@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import elu, pad, scaled_dot_product_attention
 
 from ..ops import backends, linear_attention
+from .tables import NOT_CHOSEN
 
 FEATURE_MAP = "elu1"
 BUCKET = 64  # tokens; no slower than 128 here, and faster up to some thousand tokens
@@ -110,7 +111,7 @@ def sides_here(
     do not."""
     reasons = {name: why_not(name, device, dtype, head_dim) for name in SIDES}
     for name in SIDES.keys() - set(chosen or SIDES):
-        reasons[name] = reasons[name] or "not chosen"
+        reasons[name] = reasons[name] or NOT_CHOSEN
     here = {name: SIDES[name] for name, reason in reasons.items() if reason is None}
     return here, {SIDES[name].label: reason for name, reason in reasons.items() if reason is not None}
 

@@ -162,6 +162,7 @@ TITLES = {
     "benchmark model": "Model",
 }
 RIVALS = ("softmax", "llama")
+NOT_CHOSEN = "not chosen"  # why a side is absent, where nothing need be said
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -173,7 +174,8 @@ def level_table(result: dict[str, Any]) -> str:
         parts.append(f"{TITLES[result['kind']]}, {name} ({settings_text(result)}):\n")
         parts.append(pass_table(result, name, measured))
     lines = [line for name, measured in passes.items() for line in remarks(result, name, measured)]
-    lines += [f"{label} was not measured: {reason}." for label, reason in result.get("absent", {}).items()]
+    absent = {label: reason for label, reason in result.get("absent", {}).items() if reason != NOT_CHOSEN}
+    lines += [f"{label} was not measured: {reason}." for label, reason in absent.items()]
     return "\n".join([*parts, "".join(f"- {line}\n" for line in lines)])
 
 
