@@ -51,7 +51,7 @@ def command(launcher: str = "python") -> str:
     else:
         script = Path(sys.argv[0]).resolve()
         program = [str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) else script.name]
-        if script.suffix != ".py":  # an installed command starts by its own name
+        if script.suffix != ".py" and sys.argv[0] != "-c":  # an installed command starts by its own name
             return shlex.join([script.name, *map(portable, sys.argv[1:])])
     return f"{launcher} {shlex.join([*program, *map(portable, sys.argv[1:])])}"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Problem, assert_close, golden_cases, gradients, random_problem
+from reference import Problem, assert_close, distance, golden_cases, gradients, random_problem
 from torch.nn.functional import elu
 
 from hf_linattn.ops import backends, chunk_linear_attention, linear_attention, native, parallel_linear_attention
@@ -35,13 +35,18 @@ def run(problem, name="elu1", form=native_linear_attention):
     return [*outputs, *gradients(outputs, leaves.tensors())]
 
 
-def check(problem, name="elu1", tolerance=TOLERANCE):
-    """Gradients are differences of terms of size v / denominator: that is what their rounding is relative to."""
+def check(problem, name="elu1", tolerance=TOLERANCE, beside=None):
+    """Gradients are differences of terms of size v / denominator: that is what their rounding is relative to. They may
+    be wrong by as much as twice those of the form `beside`, where a problem is too hard for float32."""
     oracle = problem.leaves()
     expected = oracle.solve(name)
+    expected = [*expected, *gradients(expected, oracle.tensors())]
     actual = run(problem, name)
-    assert_close(actual[:3], expected, tolerance, "out, mu, nu")
-    assert_close(actual[3:], gradients(expected, oracle.tensors()), 2 * tolerance, "gradients")
+    assert_close(actual[:3], expected[:3], tolerance, "out, mu, nu")
+    others = actual if beside is None else run(problem, name, beside)
+    for i, (grad, other, right) in enumerate(zip(actual[3:], others[3:], expected[3:], strict=True)):
+        plain = 0.0 if beside is None or right is None else distance(other, right)
+        assert_close(grad, right, 2 * max(tolerance, plain), f"gradients[{i}]")
 
 
 def problem(B=2, T=35, Hq=2, Hk=1, D=8, E=8, **options):
@@ -105,7 +110,9 @@ def problems(draw):
 def test_drawn_problems(drawn):
     made, name, count = drawn
     torch.set_num_threads(count)
-    check(made, name, tolerance=2 * TOLERANCE if name == "squared_relu" else TOLERANCE)
+    # squared_relu's derivative over its value is 2 / x: the gradients of small x lose digits in any form
+    is_hard = name == "squared_relu"
+    check(made, name, (1 + is_hard) * TOLERANCE, beside=parallel_linear_attention if is_hard else None)
 
 
 # ---- threads

@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_linattn  # noqa: F401  registers the models
-from config import TrainConfig, read_config
+from config import PretrainConfig, read_config
 from hf_linattn.benchmark.plan import plan
 
 TRAINING = Path(__file__).parents[2] / "training"
@@ -67,7 +67,7 @@ def stated(name: str, pattern: str) -> float:
     return float(number.replace(",", ""))
 
 
-def tokens_a_step(config: TrainConfig, processes: int) -> int:
+def tokens_a_step(config: PretrainConfig, processes: int) -> int:
     return config.batch_size * config.gradient_accumulation_steps * processes * config.block_size
 
 

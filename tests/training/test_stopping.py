@@ -70,8 +70,12 @@ def test_a_second_interrupt_ends_the_run_at_once(arguments, tmp_path, monkeypatc
         return losses
 
     call_at_step(monkeypatch, 2, twice)
-    with pytest.raises(KeyboardInterrupt):
-        run(arguments())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner may have chosen to ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(arguments())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not list_checkpoints(tmp_path / "run")
 
 
