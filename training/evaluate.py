@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 
 from baselines import measure_baselines
-from config import ConfigError, EvaluateConfig, read_config
+from config import EvaluateConfig, read_config
 from data import IGNORE, PackedTokens, pad_token, read_held_out, tokenize
 from hf_linattn.benchmark.record import record, write_json
-from loop import run_script, set_threads
+from loop import check_precision, held_out_batches, run_script, set_threads
 from models import load_model, load_tokenizer
 from sources import is_held_out, read_documents
 
@@ -28,8 +27,7 @@ from sources import is_held_out, read_documents
 def main(argv: list[str]) -> None:
     # 1. What to evaluate, and where.
     config = read_config(argv, EvaluateConfig)
-    if config.mixed_precision == "fp16" and not torch.cuda.is_available():
-        raise ConfigError("mixed_precision fp16 needs a GPU; choose bf16 or no")
+    check_precision(config.mixed_precision)
     accelerator = Accelerator(mixed_precision=config.mixed_precision)
     set_threads(accelerator, config.cpu_threads)
     tokenizer = load_tokenizer(config.model_name_or_path)
@@ -51,8 +49,8 @@ def main(argv: list[str]) -> None:
         "config": asdict(config),
         **summary(nats, tokens, texts),
     }
-    if config.baselines:
-        seen = (d.text for d in read_documents(config.dataset, config) if is_held_out(d.name, config) is False)
+    if config.baselines and accelerator.is_main_process:
+        seen = (d.text for d in read_documents(config.dataset, config) if not is_held_out(d.name, config))
         results["baselines"] = measure_baselines(seen, texts)
     if accelerator.is_main_process:
         out = Path(config.out or Path(config.model_name_or_path) / "evaluation.json")
@@ -74,12 +72,7 @@ def by_position(
     """Nats and tokens [block_size], summed by how many tokens of its document a token has before it in the block."""
     nats = torch.zeros(blocks.block_size, dtype=torch.float64, device=accelerator.device)
     tokens = torch.zeros(blocks.block_size, dtype=torch.long, device=accelerator.device)
-    stride, first = batch_size * accelerator.num_processes, batch_size * accelerator.process_index
-    for start in tqdm(range(0, len(blocks), stride), "evaluate", leave=False, disable=not accelerator.is_main_process):
-        mine = [start + first + i for i in range(batch_size)]
-        batch = torch.utils.data.default_collate([blocks[min(i, len(blocks) - 1)] for i in mine])
-        batch["labels"][[i >= len(blocks) for i in mine]] = IGNORE
-        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+    for batch in held_out_batches(accelerator, blocks, batch_size):
         labels = batch.pop("labels")[:, 1:]
         logits = model(**batch, use_cache=False).logits[:, :-1].float()
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE)

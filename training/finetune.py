@@ -44,7 +44,9 @@ from loop import (
     Batch,
     Run,
     begin_or_resume,
+    causal_loss,
     evaluate,
+    held_out_batches,
     held_out_nats,
     make_optimizer,
     make_schedule,
@@ -93,9 +95,8 @@ def main(argv: list[str]) -> None:
         model.gradient_checkpointing_enable()
     if config.lora_rank:
         model = with_lora(model, config)
-    trained, parameters = (
-        sum(p.numel() for p in each) for each in (filter(wants_gradient, model.parameters()), model.parameters())
-    )
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{type(task.model).__name__}: {trained:,} of {parameters:,} parameters are trained on {accelerator.device}")
     for name, split in zip(("training", "held-out"), task.splits):
         counts = ", ".join(f"{number:,} {what}" for what, number in split.counts.items())
@@ -164,13 +165,10 @@ def chat_task(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, accele
     )
     learned = sum(label != IGNORE for example in splits[1].examples for label in example.labels)
 
-    def loss_of(model, batch: Batch, count: torch.Tensor) -> torch.Tensor:
-        return model(**batch, use_cache=False, num_items_in_batch=count).loss
-
     def figures(model) -> dict[str, float]:
         return {"loss": held_out_nats(accelerator, model, held_out, config.eval_batch_size) / learned}
 
-    return Task(model, splits, train_blocks, None, loss_of, figures)
+    return Task(model, splits, train_blocks, None, causal_loss, figures)
 
 
 def class_task(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> Task:
@@ -209,12 +207,7 @@ def class_figures(
     """Mean cross-entropy, accuracy, and the F1 of the classes that occur, averaged."""
     nats = torch.zeros((), device=accelerator.device)
     confusion = torch.zeros(classes, classes, dtype=torch.long, device=accelerator.device)  # [true, guessed]
-    stride, first = batch_size * accelerator.num_processes, batch_size * accelerator.process_index
-    for start in range(0, len(examples), stride):
-        mine = [start + first + i for i in range(batch_size)]
-        batch = collate([examples[min(i, len(examples) - 1)] for i in mine], pad)
-        batch["labels"][[i >= len(examples) for i in mine]] = IGNORE  # all processes run equally many batches
-        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+    for batch in held_out_batches(accelerator, examples, batch_size, lambda mine: collate(mine, pad)):
         loss, logits = summed_loss(model, batch)
         nats += loss
         there = batch["labels"] != IGNORE
@@ -250,10 +243,6 @@ def with_lora(model: PreTrainedModel, config: FinetuneConfig) -> torch.nn.Module
     if config.gradient_checkpointing:
         model.enable_input_require_grads()  # the frozen embeddings give no gradient to go back to
     return get_peft_model(model, lora)
-
-
-def wants_gradient(parameter: torch.nn.Parameter) -> bool:
-    return parameter.requires_grad
 
 
 def save(accelerator: Accelerator, model, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import save_file
+from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
@@ -39,7 +40,7 @@ class Run:
         batches: micro-batches without end, on the device; `labels` holds IGNORE where nothing is predicted.
         loss_of: (model, batch, count) -> the sum of the losses of a batch over `count`.
         evaluate: () -> figures by name, the one that matters first.
-        state: what a checkpoint keeps beside the weights; see `begin_or_resume`.
+        state: what a checkpoint keeps beside the weights; see `new_state`.
     """
 
     accelerator: Accelerator
@@ -66,8 +67,7 @@ def run_script(name: str, main: Callable[[list[str]], None]) -> None:
 
 
 def start_accelerator(config: RunConfig) -> Accelerator:
-    if config.mixed_precision == "fp16" and not torch.cuda.is_available():
-        raise ConfigError("mixed_precision fp16 needs a GPU; choose bf16 or no")
+    check_precision(config.mixed_precision)
     if config.tracker != "none" and find_spec(config.tracker) is None:
         raise ConfigError(f"{config.tracker} is not installed: pip install {config.tracker}, or set tracker: none")
     accelerator = Accelerator(
@@ -80,6 +80,11 @@ def start_accelerator(config: RunConfig) -> Accelerator:
     set_threads(accelerator, config.cpu_threads)
     accelerator.init_trackers("log" if config.tracker == "tensorboard" else Path(config.output_dir).name)
     return accelerator
+
+
+def check_precision(mixed_precision: str) -> None:
+    if mixed_precision == "fp16" and not torch.cuda.is_available():
+        raise ConfigError("mixed_precision fp16 needs a GPU; choose bf16 or no")
 
 
 def set_threads(accelerator: Accelerator, cpu_threads: int) -> None:
@@ -109,16 +114,15 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: RunConfig):
     """The learning rate of every step, after a linear warm-up."""
-    names = {"cosine": "cosine_with_min_lr", "wsd": "warmup_stable_decay", "constant": "constant_with_warmup"}
-    options: dict[str, Any] = {"cosine": {"min_lr_rate": config.min_learning_rate_ratio}, "constant": None}.get(
-        config.schedule,
-        {
-            "num_decay_steps": math.ceil(config.decay_fraction * config.max_steps),
-            "min_lr_ratio": config.min_learning_rate_ratio,
-        },
-    )
+    least = config.min_learning_rate_ratio
+    decay_steps = math.ceil(config.decay_fraction * config.max_steps)
+    name, options = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),
+        "wsd": ("warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": least}),
+        "constant": ("constant_with_warmup", None),
+    }[config.schedule]
     return get_scheduler(
-        names[config.schedule],
+        name,
         optimizer,
         num_warmup_steps=config.warmup_steps,
         num_training_steps=config.max_steps,
@@ -126,12 +130,16 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: RunConfig):
     )
 
 
+def new_state(config: RunConfig) -> dict[str, Any]:
+    return {"step": 0, "config": asdict(config), "losses": [], "evaluations": [], "tokens": 0, "seconds": 0.0}
+
+
 def begin_or_resume(accelerator: Accelerator, config: RunConfig) -> dict[str, Any]:
     """The state of a new run, or that of the checkpoint which `resume` means, with weights and random numbers."""
     with accelerator.main_process_first():
         checkpoint = find_checkpoint(config, accelerator.is_main_process)
     if checkpoint is None:
-        return {"step": 0, "config": asdict(config), "losses": [], "evaluations": [], "tokens": 0, "seconds": 0.0}
+        return new_state(config)
     state = load_checkpoint(accelerator, asdict(config), checkpoint)
     accelerator.print(f"resuming from {checkpoint}")
     if state["step"] > config.max_steps:
@@ -230,17 +238,30 @@ def evaluate(run: Run) -> None:
         tqdm.write(f"step {step}: held-out {listed}")
 
 
+def held_out_batches(
+    accelerator: Accelerator, items: Sequence, batch_size: int, collate: Callable[[list], Batch] = default_collate
+) -> Iterator[Batch]:
+    """This process's batches of `items`, on its device. All processes have equally many, all full: what stands in for
+    items beyond the last has no labels."""
+    stride, first = batch_size * accelerator.num_processes, batch_size * accelerator.process_index
+    for start in tqdm(range(0, len(items), stride), "evaluate", leave=False, disable=not accelerator.is_main_process):
+        mine = [start + first + i for i in range(batch_size)]
+        batch = collate([items[min(i, len(items) - 1)] for i in mine])
+        batch["labels"][[i >= len(items) for i in mine]] = IGNORE
+        yield {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+
+
+def causal_loss(model: torch.nn.Module, batch: Batch, count: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of a causal language model over `count`."""
+    return model(**batch, use_cache=False, num_items_in_batch=count).loss
+
+
 @torch.no_grad()
 def held_out_nats(accelerator: Accelerator, model: torch.nn.Module, blocks, batch_size: int) -> float:
-    """What predicting all the labels of `blocks` costs, in nats; every process runs the same number of full batches."""
-    stride, first = batch_size * accelerator.num_processes, batch_size * accelerator.process_index
+    """What predicting all the labels of `blocks` costs, in nats."""
     nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-    for start in tqdm(range(0, len(blocks), stride), "evaluate", leave=False, disable=not accelerator.is_main_process):
-        mine = [start + first + i for i in range(batch_size)]
-        batch = torch.utils.data.default_collate([blocks[min(i, len(blocks) - 1)] for i in mine])
-        batch["labels"][[i >= len(blocks) for i in mine]] = IGNORE
-        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-        nats += model(**batch, use_cache=False, num_items_in_batch=torch.ones(())).loss
+    for batch in held_out_batches(accelerator, blocks, batch_size):
+        nats += causal_loss(model, batch, torch.ones(()))
     return accelerator.reduce(nats, "sum").item()
 
 

@@ -23,6 +23,7 @@ from hf_linattn.benchmark.record import record, write_json
 from loop import (
     Run,
     begin_or_resume,
+    causal_loss,
     evaluate,
     held_out_nats,
     make_optimizer,
@@ -72,15 +73,12 @@ def main(argv: list[str]) -> None:
     # A generator of its own: the loader draws a number when it starts, which must not come out of dropout's stream.
     loader = accelerator.prepare(DataLoader(blocks, config.batch_size, generator=torch.Generator()))
 
-    def loss_of(model, batch, count):
-        return model(**batch, use_cache=False, num_items_in_batch=count).loss
-
     def bits_per_byte() -> dict[str, float]:
         """What predicting all held-out tokens and ends costs, over the length of the text in UTF-8."""
         nats = held_out_nats(accelerator, model, corpus.held_out, config.eval_batch_size)
         return {"bits_per_byte": nats / math.log(2) / corpus.summary["held_out_bytes"]}
 
-    run = Run(accelerator, config, model, optimizer, scheduler, iter(loader), loss_of, bits_per_byte, state)
+    run = Run(accelerator, config, model, optimizer, scheduler, iter(loader), causal_loss, bits_per_byte, state)
     if not state["evaluations"]:
         evaluate(run)
     train(run)

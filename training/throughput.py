@@ -21,7 +21,7 @@ from config import ConfigError, PretrainConfig, read_config
 from data import BlockStream, load_corpus
 from hf_linattn.benchmark.record import record, write_json
 from hf_linattn.benchmark.timing import synchronize
-from loop import Batch, Run, make_optimizer, make_schedule, run_script, start_accelerator, train
+from loop import Batch, Run, causal_loss, make_optimizer, make_schedule, new_state, run_script, start_accelerator, train
 from models import load_tokenizer, new_model
 
 SETTLING = 10  # steps that do not count
@@ -44,11 +44,8 @@ def main(argv: list[str]) -> None:
     loader = accelerator.prepare(DataLoader(stream, config.batch_size, generator=torch.Generator()))
     turns = Turns(iter(loader), BareLoop(models[1], config, accelerator), accelerator.device)
 
-    def loss_of(model, batch: Batch, number: torch.Tensor) -> torch.Tensor:
-        return model(**batch, use_cache=False, num_items_in_batch=number).loss
-
-    state = {"step": 0, "config": asdict(config), "losses": [], "evaluations": [], "tokens": 0, "seconds": 0.0}
-    train(Run(accelerator, config, model, optimizer, scheduler, turns, loss_of, lambda: {}, state))
+    state = new_state(config)
+    train(Run(accelerator, config, model, optimizer, scheduler, turns, causal_loss, lambda: {}, state))
 
     ours, bare = turns.ours[SETTLING:], turns.bare[SETTLING : len(turns.ours)]
     tokens = config.batch_size * config.block_size

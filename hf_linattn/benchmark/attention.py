@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 from .ceilings import Ceiling, ceilings, operations, traffic
-from .climb import Call, Settings, climb, new_pass
+from .climb import Call, Settings, climb, new_pass, one_line
 from .decoding import decode_pass
 from .sides import Side, attention_call, sides_here
 
@@ -152,7 +152,7 @@ def errors(
                 out = run(*leaves)
                 results.append([out, *torch.autograd.grad(out, leaves, grad)])
             except Exception as error:  # another code may fail here: the level reports it and goes on
-                found[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+                found[name] = {"failed": one_line(error)}
                 break
         else:
             gaps = [((a.cpu().double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*results, strict=True)]
