@@ -60,13 +60,39 @@ def _freed_is_gone() -> Iterator[None]:
     if not hasattr(libc, "mallopt"):  # not glibc
         yield
         return
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    libc.mallinfo.restype = _Mallinfo
     libc.mallopt(MMAP_THRESHOLD, LARGE)
     libc.malloc_trim(0)
+    filled = _fill_heap(libc)
     try:
         yield
-    finally:  # where glibc's own rule leads in a process that frees large blocks
+    finally:
+        for block in filled:
+            libc.free(block)
+        # where glibc's own rule leads in a process that frees large blocks
         libc.mallopt(MMAP_THRESHOLD, MOST)
         libc.mallopt(TRIM_THRESHOLD, 2 * MOST)
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks".split()]
+    _fields_ += [(name, ctypes.c_int) for name in ("fordblks", "keepcost")]
+
+
+def _fill_heap(libc: ctypes.CDLL) -> list[int]:
+    """Take, untouched, every large gap that the heap has: malloc fills a gap before it asks the system."""
+    filled, size = [], 1 << 40
+    while size >= LARGE:
+        mapped = libc.mallinfo().hblks
+        block = libc.malloc(size)
+        if block and libc.mallinfo().hblks == mapped:
+            filled.append(block)
+            continue
+        libc.free(block)
+        size //= 2
+    return filled
 
 
 def free_bytes(device: torch.device) -> float:
