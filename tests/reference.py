@@ -62,6 +62,13 @@ def identity(x, weight=None, bias=None):
     return x
 
 
+def dpfp(x, weight=None, bias=None, nu=1):
+    d = x.shape[-1]
+    r = [relu(x[..., i]) for i in range(d)] + [relu(-x[..., i]) for i in range(d)]
+    products = [r[i] * r[(i + j) % (2 * d)] for j in range(1, nu + 1) for i in range(2 * d)]
+    return torch.stack(products, dim=-1)
+
+
 def hedgehog(x, weight=None, bias=None):
     y = x if weight is None else _project(x, weight)
     return torch.cat([_softmax(y), _softmax(-y)], dim=-1)
@@ -76,10 +83,23 @@ def t2r(x, weight, bias):
     return relu(_project(x, weight) + bias)
 
 
+def rebased(x, weight=None, bias=None):
+    d = x.shape[-1]
+    centred = x - x.mean(dim=-1, keepdim=True)
+    x = centred / torch.sqrt((centred * centred).mean(dim=-1, keepdim=True) + 1e-5)
+    x = x if weight is None else x * weight + bias
+    squares = [x[..., i] ** 2 / math.sqrt(d) for i in range(d)]
+    mixed = [math.sqrt(2 / d) * x[..., i] * x[..., j] for i in range(d) for j in range(i + 1, d)]
+    return torch.stack(squares + mixed, dim=-1)
+
+
 PHI = {
-    f.__name__: f for f in (elu1, relu, squared_relu, exp, softmax, taylor2, identity, hedgehog, hedgehog_joint, t2r)
-}
-LEARNABLE = ("hedgehog", "hedgehog_joint", "t2r")
+    f.__name__: f
+    for f in (
+        elu1, relu, squared_relu, exp, softmax, taylor2, identity, dpfp, hedgehog, hedgehog_joint, t2r, rebased
+    )
+}  # fmt: skip
+LEARNABLE = ("hedgehog", "hedgehog_joint", "t2r", "rebased")
 PARAMETER_FREE = tuple(name for name in PHI if name not in LEARNABLE)
 NONNEGATIVE = tuple(name for name in PHI if name != "identity")
 
@@ -101,8 +121,9 @@ def features(name, q, k, feature_map=None):
                 per_row = x.shape[-2] // w.shape[0]
                 w = torch.stack([w[h // per_row] for h in range(x.shape[-2])]).double()
             for_head[what] = w
-        return PHI[name](x.double(), **for_head)
+        return PHI[name](x.double(), **for_head, **options)
 
+    options = {"nu": feature_map.nu} if name == "dpfp" and feature_map is not None else {}
     return phi(q, "q"), phi(k, "k")
 
 

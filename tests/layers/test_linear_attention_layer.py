@@ -16,6 +16,8 @@ LAYERS = {
         "normalizer": "rmsnorm",
     },
     **{name: {"feature_map": name, "head_dim": 4} for name in ("relu", "exp", "softmax", "t2r", "hedgehog_joint")},
+    "dpfp": {"feature_map": "dpfp", "feature_map_kwargs": {"nu": 2}, "head_dim": 4},
+    "rebased": {**GROUPED, "feature_map": "rebased", "feature_map_kwargs": {"query_heads": "query"}},
 }  # fmt: skip
 each_layer = pytest.mark.parametrize("name", LAYERS)
 

@@ -59,10 +59,23 @@ def test_state_nbytes_is_what_a_cache_holds(name, dtype):
     assert model.config.state_nbytes() * 3 == model.config.state_nbytes(3)
 
 
-@pytest.mark.parametrize("name, features", [("linear", 8), ("taylor2", 21), ("hedgehog_key", 12)])
-def test_feature_dim(name, features):
-    assert make_config(name).feature_dim == features
-    assert make_model(name)(random_ids(1, 2)).cache.layers[0].nu.shape[-1] == features
+DIMS = {  # features of heads of 8
+    "elu1": ({}, 8),
+    "taylor2": ({}, 73),
+    "hedgehog": ({}, 16),
+    "dpfp": ({"nu": 3}, 48),
+    "rebased": ({"tied": True}, 36),
+}
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_feature_dim(name):
+    options, features = DIMS[name]
+    model = make_model(feature_map=name, feature_map_kwargs=options)
+    assert model.config.feature_dim == features
+    cache = model(random_ids(3, 2)).cache
+    assert cache.layers[0].nu.shape[-1] == features
+    assert cache.nbytes == model.config.state_nbytes(3)
 
 
 # ---- errors
@@ -96,6 +109,10 @@ BAD = {
     "map option size": (
         {"feature_map": "hedgehog", "feature_map_kwargs": {"projection_dim": 0}},
         ["projection_dim=0"],
+    ),
+    "map option range": (
+        {"feature_map": "dpfp", "feature_map_kwargs": {"nu": 16}},
+        ["nu=16", "2 D - 1 = 15"],
     ),
     "later format": ({"format_version": 2}, ["format_version=2", "later", "1", "upgrade"]),
     **{

@@ -19,6 +19,12 @@ from hf_linattn.ops import (
 
 FORMS = (parallel_linear_attention, chunk_linear_attention, recurrent_linear_attention)
 B, T, HQ, HK, D = 2, 9, 4, 2, 5
+SHAPES = {  # of the weight and the bias of a head
+    "hedgehog": ((D, D), None),
+    "hedgehog_joint": ((D, D), None),
+    "t2r": ((D, D), (D,)),
+    "rebased": ((D,), (D,)),
+}
 SHARING = [{"tied": True}, {"query_heads": "key"}, {"query_heads": "query"}]
 
 
@@ -55,13 +61,12 @@ def test_weights_of_each_head(name, options):
     rows = {"q_weight": HQ if options.get("query_heads") == "query" else HK, "k_weight": HK}
     if options.get("tied"):
         rows = {"weight": HK}
-    if name == "t2r":
+    weight_shape, bias_shape = SHAPES[name]
+    if bias_shape is not None:
         rows |= {key.replace("weight", "bias"): n for key, n in rows.items()}
-    parameters = dict(feature_map.named_parameters())
-    assert {key: p.shape[0] for key, p in parameters.items()} == rows
-    size = feature_map.feature_dim(D) // (1 if name == "t2r" else 2)
-    for key, p in parameters.items():
-        assert p.shape[1:] == ((D, size) if "weight" in key else (size,)), key
+    assert {key: tuple(p.shape) for key, p in feature_map.named_parameters()} == {
+        key: (n, *(weight_shape if "weight" in key else bias_shape)) for key, n in rows.items()
+    }
 
 
 @pytest.mark.parametrize("name", PHI)
@@ -135,6 +140,35 @@ def test_hedgehog_starts_from_the_identity(name, options):
     feature_map = make_feature_map(name, D, HQ, HK, **options).double()
     q, k = inputs()
     assert_close((feature_map.query(q), feature_map.key(k)), (PHI[name](q), PHI[name](k)), 1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, *SHARING], ids=str)
+def test_rebased_starts_from_the_square_of_normalised_products(options):
+    feature_map = make_feature_map("rebased", D, HQ, HK, **options).double()
+    q, k = inputs()
+    products = torch.einsum("bthf,bshf->bhts", feature_map.query(q), feature_map.key(k).repeat_interleave(HQ // HK, 2))
+    q, k = (torch.nn.functional.layer_norm(x, (D,)) for x in (q, k))
+    expected = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(HQ // HK, 2)) ** 2 / D
+    assert_close(products, expected, 1e-12)
+
+
+@pytest.mark.parametrize("nu", [1, 2, 2 * D - 1])
+def test_dpfp_takes_the_products_with_nu_neighbours(nu):
+    feature_map = make_feature_map("dpfp", D, nu=nu)
+    assert feature_map.feature_dim(D, nu=nu) == 2 * D * nu
+    x = next(inputs()).requires_grad_()
+    actual, expected = feature_map.key(x), PHI["dpfp"](x, nu=nu)
+    assert_close(actual, expected, 1e-12)
+    (grad,) = gradients(expected, [x])
+    assert_close(gradients(actual, [x]), [grad], 1e-12)
+    cotangent = gradients(expected, [expected])[0]  # what `gradients` pulls back
+    assert_close(feature_map.vjp(x.detach(), actual.detach(), cotangent), grad, 1e-12)
+
+
+@pytest.mark.parametrize("nu", [0, 2 * D])
+def test_dpfp_knows_which_neighbours_there_are(nu):
+    with pytest.raises(ValueError, match=f"nu={nu} .* 2 D - 1 = {2 * D - 1}"):
+        make_feature_map("dpfp", D, nu=nu)
 
 
 @pytest.mark.parametrize("name", LEARNABLE)
