@@ -44,6 +44,8 @@ CONFIGS = {
     "hedgehog_query": {**GROUPED, "feature_map": "hedgehog", "feature_map_kwargs": {"query_heads": "query"}},
     "hedgehog_tied": {**GROUPED, "feature_map": "hedgehog", "feature_map_kwargs": {"tied": True}},
     "taylor2": {"feature_map": "taylor2", "head_dim": 4},
+    "favor": {**GROUPED, "feature_map": "favor", "feature_map_kwargs": {"num_features": 9, "seed": 3}},
+    "cosformer": {"feature_map": "cosformer", "feature_map_kwargs": {"horizon": 300}, "max_position_embeddings": 300},
 }
 EXACT = 1e-7
 FEW = ("linear", "conv", "hybrid", "rmsnorm", "hedgehog_query")  # where a property depends on little else

@@ -93,24 +93,40 @@ def rebased(x, weight=None, bias=None):
     return torch.stack(squares + mixed, dim=-1)
 
 
+def favor(x, weight=None, bias=None, *, matrix):
+    """matrix [D, m]; exponents end at -32 and 32."""
+    (d, m), rows = matrix.shape, x.square().sum(dim=-1) / (2 * math.sqrt(x.shape[-1]))
+    exponents = [(x * matrix[:, j]).sum(dim=-1) / d**0.25 - rows for j in range(m)]
+    return torch.stack([torch.exp(e.minimum(0 * e + 32).maximum(0 * e - 32)) / math.sqrt(m) for e in exponents], dim=-1)
+
+
+def cosformer(x, positions, horizon):
+    """x [B, T, H, D], positions [B, T]; the only map that needs them, and so not one of PHI."""
+    turn = positions.double()[:, :, None, None] / horizon * math.pi / 2
+    return torch.cat([relu(x) * torch.cos(turn), relu(x) * torch.sin(turn)], dim=-1)
+
+
 PHI = {
     f.__name__: f
     for f in (
-        elu1, relu, squared_relu, exp, softmax, taylor2, identity, dpfp, hedgehog, hedgehog_joint, t2r, rebased
+        elu1, relu, squared_relu, exp, softmax, taylor2, identity, dpfp, hedgehog, hedgehog_joint, t2r, rebased,
+        favor,
     )
 }  # fmt: skip
 LEARNABLE = ("hedgehog", "hedgehog_joint", "t2r", "rebased")
-PARAMETER_FREE = tuple(name for name in PHI if name not in LEARNABLE)
+PARAMETER_FREE = tuple(name for name in PHI if name not in (*LEARNABLE, "favor"))  # favor has a drawn matrix
 NONNEGATIVE = tuple(name for name in PHI if name != "identity")
 
 
-def features(name, q, k, feature_map=None):
+def features(name, q, k, feature_map=None, positions=None):
     """phi(q), phi(k) in float64; the weights of a learnable map are read from the parameters of `feature_map`.
 
     A parameter with fewer heads than x serves groups: head h uses row h // (heads of x / rows).
     """
     if name is None:
         return q.double(), k.double()
+    if name == "cosformer":
+        return tuple(cosformer(x.double(), positions, feature_map.horizon) for x in (q, k))
     weights = dict(feature_map.named_parameters()) if feature_map is not None else {}
 
     def phi(x, side):
@@ -123,7 +139,11 @@ def features(name, q, k, feature_map=None):
             for_head[what] = w
         return PHI[name](x.double(), **for_head, **options)
 
-    options = {"nu": feature_map.nu} if name == "dpfp" and feature_map is not None else {}
+    options = {}
+    if feature_map is not None and name == "dpfp":
+        options = {"nu": feature_map.nu}
+    if name == "favor":
+        options = {"matrix": feature_map.projection.double()}
     return phi(q, "q"), phi(k, "k")
 
 
@@ -254,7 +274,7 @@ def random_problem(
     initial_state = None
     if state is not None:
         N = B if cu_seqlens is None else len(cu_seqlens) - 1
-        before = PHI["relu" if state == "t2r" else state](randn(N, 3, Hk, D))
+        before = PHI[{"t2r": "relu", "favor": "exp"}.get(state, state)](randn(N, 3, Hk, D))
         mu = (before[..., None] * randn(N, 3, Hk, 1, E)).sum(1)
         accumulate = torch.float64 if dtype == torch.float64 else torch.float32
         initial_state = mu.to(accumulate), before.sum(1).to(accumulate)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..cache import LINEAR_LAYER_TYPE
 from ..layers import LinearAttention
 from ..models import LinAttnConfig
-from ..ops import FeatureMap, make_feature_map
+from ..ops import make_feature_map
 from ..ops.blocks import Block, Frame, Shape, cut
 
 
@@ -81,6 +81,7 @@ class LinearLayer(NamedTuple):
     map_flops: int  # of one token, queries and keys
     map_backward_flops: int
     parameters: int  # beyond the projections
+    takes_features: bool  # mapped before the attention function, as maps of positions are
 
     @classmethod
     def of(cls, config: LinAttnConfig, dtype: torch.dtype) -> LinearLayer:
@@ -97,6 +98,7 @@ class LinearLayer(NamedTuple):
             one.state_nbytes(1, dtype),
             *_map_flops(one),
             sum(parameter.numel() for parameter in linear_parameters(layer)),
+            layer.feature_map.uses_positions,
         )
 
     def cache_bytes(self, batch: int, context: int, itemsize: int) -> int:
@@ -129,7 +131,9 @@ class LinearLayer(NamedTuple):
         Left out are temporaries of the map: for elu1 one tensor of the features of a block, for maps with parameters
         their graph of one block.
         """
-        tensors = 4 * batch * tokens * (self.heads + self.key_heads) * self.head_dim * itemsize
+        of_values = self.head_dim * itemsize
+        of_keys = 4 * self.feature_dim if self.takes_features else of_values
+        tensors = 2 * batch * tokens * (self.heads + self.key_heads) * (of_keys + of_values)
         denominators = 4 * batch * tokens * self.heads * self.normalize
         state = 4 * batch * self.key_heads * self.feature_dim * (self.head_dim + 1)
         blocks = cut(tokens, batch * self.heads, self.feature_dim * self.head_dim, None, device)
@@ -181,24 +185,26 @@ def _chunk_size(state_size: int) -> int:
 def _map_flops(config: LinAttnConfig) -> tuple[int, int]:
     """(forward, backward) operations of the map on one token, counted while it runs, so for any registered map.
 
-    The backward of the chunk form maps again for its sums; a map with a graph of its own once more for that.
+    The backward of the chunk form maps again for its sums; a map with a graph of its own once more for that. A map of
+    positions is applied before, once.
     """
     heads = (config.num_attention_heads, config.num_key_value_heads)
     with torch.random.fork_rng(devices=[]):  # building a map draws its parameters
         feature_map = make_feature_map(config.feature_map, config.head_dim, *heads, **(config.feature_map_kwargs or {}))
-    kind, inputs = type(feature_map), [torch.zeros(1, 1, count, config.head_dim, requires_grad=True) for count in heads]
+    inputs = [torch.zeros(1, 1, count, config.head_dim, requires_grad=True) for count in heads]
+    place = [torch.zeros(1, 1, dtype=torch.long)] if feature_map.uses_positions else []
     with FlopCounterMode(display=False) as forward:
-        features = [side(x) for side, x in zip((feature_map.query, feature_map.key), inputs)]
+        features = [side(x, *place) for side, x in zip((feature_map.query, feature_map.key), inputs)]
     # which maps the chunk form differentiates by their own graph: see ops/loader.py
     parameters = list(feature_map.parameters())
-    has_graph = bool(parameters) or kind.query is not FeatureMap.query or kind.key is not FeatureMap.key
+    has_graph = not feature_map.is_one_function
     with FlopCounterMode(display=False) as backward:
         for phi, x in zip(features, inputs):
             if has_graph:
                 torch.autograd.grad(phi, [x, *parameters], torch.ones_like(phi), allow_unused=True)
             else:
                 feature_map.vjp(x.detach(), phi.detach(), torch.ones_like(phi))
-    again = 2 if has_graph else 1
+    again = 0 if feature_map.uses_positions else 2 if has_graph else 1
     return forward.get_total_flops(), again * forward.get_total_flops() + backward.get_total_flops()
 
 

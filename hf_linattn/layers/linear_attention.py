@@ -78,6 +78,7 @@ class LinearAttention(nn.Module):
         cache: Cache | None = None,
         packing: Packing | None = None,
         output_attentions: bool | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend over `hidden_states` [B, T, hidden] and, with a `cache`, over everything it has read.
@@ -87,6 +88,7 @@ class LinearAttention(nn.Module):
             attention_mask: key mask [B, T] of these tokens, true where real.
             packing: isolates packed documents (not together with a filled cache).
             output_attentions: also return the implied weights over the keys of this call.
+            position_ids: [B, T] (or [1, T]), for feature maps that depend on positions.
 
         Returns:
             [B, T, hidden], and the weights [B, Hq, T, T] or `None`.
@@ -96,7 +98,8 @@ class LinearAttention(nn.Module):
         show = output_attentions if output_attentions is not None else self.config.output_attentions
         records = layer is not None and layer.record_past
         if records and length > layer.max_rollback and not show:
-            return self._in_two(length - layer.max_rollback, hidden_states, position_embeddings, attention_mask, cache)
+            places = (position_embeddings, attention_mask, position_ids)
+            return self._in_two(length - layer.max_rollback, hidden_states, *places, cache)
         state, tails = None, ()
         if layer is not None:
             prefetch_next(cache, self.layer_idx, hidden_states.device)
@@ -107,7 +110,11 @@ class LinearAttention(nn.Module):
             tails = layer.conv_tails
         q, k, v, conv_inputs, old_tails, tails = self._project(hidden_states, attention_mask, tails, packing)
         feature_map = self.feature_map
-        if is_few(length) and not feature_map.is_learnable:
+        if feature_map.uses_positions:
+            q, k = self._rotate(q, position_embeddings), self._rotate(k, position_embeddings)
+            q, k = feature_map.query(q, position_ids), feature_map.key(k, position_ids)
+            feature_map = None
+        elif is_few(length) and feature_map.is_one_function:
             # what costs here is the number of operations: rotate and map queries and keys in one go
             heads = [self.num_heads, self.num_key_value_heads]
             q, k = feature_map.key(self._rotate(torch.cat([q, k], 2), position_embeddings)).split(heads, 2)
@@ -152,15 +159,15 @@ class LinearAttention(nn.Module):
         out = out.reshape(batch, length, self.num_heads * self.head_dim).to(hidden_states.dtype)
         return self.o_proj(out), weights
 
-    def _in_two(self, head, hidden_states, position_embeddings, key_mask, cache) -> tuple[Tensor, None]:
+    def _in_two(self, head, hidden_states, position_embeddings, key_mask, position_ids, cache) -> tuple[Tensor, None]:
         """Read all but the last tokens unrecorded, so that what a rollback needs does not follow the prompt."""
         layer, outs = cache.layers[self.layer_idx], []
         try:
             for part, records in ((slice(None, head), False), (slice(head, None), True)):
                 layer.record_past = records
                 position = tuple(x[:, part] for x in position_embeddings)
-                mask = None if key_mask is None else key_mask[:, part]
-                outs.append(self.forward(hidden_states[:, part], position, mask, cache)[0])
+                mask, ids = (None if each is None else each[:, part] for each in (key_mask, position_ids))
+                outs.append(self.forward(hidden_states[:, part], position, mask, cache, position_ids=ids)[0])
         finally:
             layer.record_past = True
         return torch.cat(outs, 1), None

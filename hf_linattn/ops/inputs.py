@@ -13,14 +13,20 @@ from .state import LinearAttentionState, state_dtype
 
 
 def resolve_feature_map(feature_map: FeatureMap | str | None, q: Tensor) -> FeatureMap | None:
-    """A map given by name becomes an instance; only parameter-free maps can be given so."""
+    """A map given by name becomes an instance; only maps that hold nothing can be given so."""
+    if feature_map is None:
+        return None
+    cls = feature_map_class(feature_map) if isinstance(feature_map, str) else type(feature_map)
+    if cls.uses_positions:
+        raise ValueError(
+            f"feature map {cls.__name__} depends on positions: map first, with query(q, positions) and "
+            "key(k, positions), and pass the features with feature_map=None"
+        )
     if not isinstance(feature_map, str):
         return feature_map
-    cls = feature_map_class(feature_map)
-    if cls.is_learnable:
-        raise ValueError(
-            f"feature_map={feature_map!r} has parameters: pass an instance (make_feature_map), not its name"
-        )
+    if cls.is_learnable or cls.is_random:
+        held = "parameters" if cls.is_learnable else "a random matrix"
+        raise ValueError(f"feature_map={feature_map!r} has {held}: pass an instance (make_feature_map), not its name")
     return _parameter_free(cls, q.shape[-1])
 
 

@@ -44,10 +44,7 @@ class Loader:
         self.features, self.dtype = features, dtype
         self.heads = k.shape[2]
         self.group = q.shape[2] // self.heads
-        kind = type(feature_map)
-        self.is_direct = feature_map is None or (
-            not parameters and kind.query is FeatureMap.query and kind.key is FeatureMap.key
-        )
+        self.is_direct = feature_map is None or feature_map.is_one_function
 
     def frame(self, block: Block) -> Frame:
         """The buffers for blocks of this size; what they held before is lost."""

@@ -81,7 +81,7 @@ def test_parameters_of_a_linear_model_and_of_its_twin(name):
     }
 
 
-@pytest.mark.parametrize("feature_map", ["elu1", "hedgehog", "t2r", "taylor2"])
+@pytest.mark.parametrize("feature_map", ["elu1", "hedgehog", "t2r", "taylor2", "rebased", "favor", "cosformer"])
 @pytest.mark.parametrize("model_type", RELATIVES)
 def test_parameters_of_a_softmax_model_and_of_its_twin(model_type, feature_map):
     model = relative(model_type)
@@ -105,7 +105,7 @@ def test_parameters_of_a_softmax_model_and_of_its_twin(model_type, feature_map):
         twin = LinAttnForCausalLM(LinAttnConfig(**SMALL, **shapes, **options, **kinds[model_type]))
         assert result["parameters"]["linear"] == parameters(twin)
     else:
-        assert (added > 0) == (feature_map in ("hedgehog", "t2r"))
+        assert (added > 0) == (feature_map in ("hedgehog", "t2r", "rebased"))
 
 
 def test_the_twin_keeps_what_the_built_twin_keeps():
@@ -171,12 +171,15 @@ def counted(model, run) -> int:
     return products.total
 
 
-def probe(model) -> int:
-    """The chunk form maps one key of zeros per layer and call, to learn F."""
+def probe(model, length) -> int:
+    """The chunk form maps one key of zeros per layer and call, to learn F, where the layer has not mapped before."""
     flops = 0
     for layer in model.model.layers:
-        for name, weight in getattr(layer.self_attn, "feature_map", torch.nn.Identity()).named_parameters():
+        feature_map = getattr(layer.self_attn, "feature_map", torch.nn.Identity())
+        for name, weight in feature_map.named_parameters():
             flops += 2 * weight.numel() if name in ("k_weight", "weight") else 0
+        for weight in feature_map.buffers() if length > 32 else ():  # one matrix for all heads
+            flops += 2 * weight.numel() * model.config.num_key_value_heads
     return flops
 
 
@@ -202,7 +205,7 @@ def test_prefill_operations_are_those_of_a_real_forward(name):
     for length in LENGTHS:
         (row,), _ = side(model.config, given, [length], 3)
         real = counted(model, lambda: model(random_ids(3, length), logits_to_keep=1))  # noqa: B023
-        extra = 4 * hidden_pairs(model.config, 3, length) + (probe(model) if given == "linear" else 0)
+        extra = 4 * hidden_pairs(model.config, 3, length) + (probe(model, length) if given == "linear" else 0)
         assert real == row["prefill_flops"] + extra
 
 
@@ -238,7 +241,7 @@ def test_training_operations_are_those_of_a_real_step(name):
         real = counted(model, lambda: model(ids, labels=ids, use_cache=False).loss.backward())  # noqa: B023
         hidden = hidden_pairs(config, 3, length)
         visible = full_layers(config) * 3 * config.num_attention_heads * config.head_dim * length * (length + 1) // 2
-        extra = 12 * hidden - 2 * visible + (probe(model) if given == "linear" else 0)
+        extra = 12 * hidden - 2 * visible + (probe(model, length) if given == "linear" else 0)
         assert real == row["training_flops"] + extra
 
 
@@ -389,7 +392,7 @@ def test_layers_of_a_hybrid_are_counted_by_type():
         (["{}/llama", "--context", "10", "0"], "context=0 must be at least 1"),
         (["{}/llama", "--batch", "-1"], "batch_size=-1 must be at least 1"),
         (["{}/llama", "--dtype", "int8"], "dtype='int8' is unknown; choose one of ['float32',"),
-        (["{}/llama", "--feature_map", "elu2"], "feature_map='elu2' is unknown; choose one of ['elu1',"),
+        (["{}/llama", "--feature_map", "elu2"], "feature_map='elu2' is unknown; choose one of ['cosformer',"),
         (["{}/llama", "--feature_map", "identity"], "feature_map='identity' is signed"),
         (["{}/hybrid", "--feature_map", "relu"], "feature_map='relu' is for softmax models; this one has 'elu1'"),
     ],

@@ -5,7 +5,7 @@ import torch
 from helpers import CONFIGS, GROUPED, fill, make_config, pull_back
 from reference import PHI, assert_close, features, linear_attention
 
-from hf_linattn import LinearAttentionCache, LinearAttentionState
+from hf_linattn import FEATURE_MAPS, FeatureMap, LinearAttentionCache, LinearAttentionState
 from hf_linattn.layers import NORMALIZERS, ROPE_POSITIONS, LinearAttention, Packing
 
 LAYERS = {
@@ -16,6 +16,10 @@ LAYERS = {
         "normalizer": "rmsnorm",
     },
     **{name: {"feature_map": name, "head_dim": 4} for name in ("relu", "exp", "softmax", "t2r", "hedgehog_joint")},
+    "favor": {**GROUPED, "feature_map": "favor", "feature_map_kwargs": {"num_features": 9, "seed": 1}},
+    "cosformer": {
+        **GROUPED, "feature_map": "cosformer", "feature_map_kwargs": {"horizon": 9}, "max_position_embeddings": 9
+    },
     "dpfp": {"feature_map": "dpfp", "feature_map_kwargs": {"nu": 2}, "head_dim": 4},
     "rebased": {**GROUPED, "feature_map": "rebased", "feature_map_kwargs": {"query_heads": "query"}},
 }  # fmt: skip
@@ -57,7 +61,7 @@ def convolve(x, module, real):
     return out
 
 
-def by_hand(layer, x, cos, sin, mask=None, cu_seqlens=None):
+def by_hand(layer, x, cos, sin, mask=None, cu_seqlens=None, positions=None):
     """(output, mu, nu) of the layer."""
     config = layer.config
     real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
@@ -73,8 +77,8 @@ def by_hand(layer, x, cos, sin, mask=None, cu_seqlens=None):
         q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
     if config.rope_position == "before":
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    assert config.feature_map in PHI
-    phi_q, phi_k = features(config.feature_map, q, k, layer.feature_map)
+    assert config.feature_map in (*PHI, "cosformer")
+    phi_q, phi_k = features(config.feature_map, q, k, layer.feature_map, positions)
     out, mu, nu = linear_attention(
         phi_q, phi_k, v, key_mask=real, cu_seqlens=cu_seqlens, normalize=config.normalizer == "denominator"
     )
@@ -95,11 +99,12 @@ def test_it_is_its_formula(name, masked):
     layer = make_layer(name)
     x, rope = inputs(layer.config)
     mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0]]).bool() if masked else None
+    positions = torch.tensor([[0, 0, 1, 1, 2, 3], [0, 1, 2, 3, 3, 3]])
     cache = LinearAttentionCache(layer.config)
-    out, weights = layer(x, rope, mask, cache)
+    out, weights = layer(x, rope, mask, cache, position_ids=positions)
     assert weights is None
     state = cache.layers[0].state
-    expected, mu, nu = by_hand(layer, x, *rope, mask)
+    expected, mu, nu = by_hand(layer, x, *rope, mask, positions=positions)
     real = slice(None) if mask is None else mask
     # norms of queries, keys and outputs work in float32
     assert_close([out[real], *state], [expected[real], mu, nu], 1e-6)
@@ -112,37 +117,43 @@ def test_it_is_its_formula(name, masked):
 def test_token_by_token(name):
     layer = make_layer(name)
     x, (cos, sin) = inputs(layer.config)
-    expected, mu, nu = by_hand(layer, x, cos, sin)
+    positions = torch.stack([torch.arange(6), torch.arange(3, 9)])
+    expected, mu, nu = by_hand(layer, x, cos, sin, positions=positions)
     cache = LinearAttentionCache(layer.config)
-    steps = [layer(x[:, t : t + 1], (cos[:, t : t + 1], sin[:, t : t + 1]), cache=cache)[0] for t in range(6)]
+    steps = [
+        layer(x[:, [t]], (cos[:, [t]], sin[:, [t]]), cache=cache, position_ids=positions[:, [t]])[0] for t in range(6)
+    ]
     assert_close([torch.cat(steps, 1), *cache.layers[0].state], [expected, mu, nu], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["linear", "gqa", "hedgehog_key", "rmsnorm"])
+@pytest.mark.parametrize("name", ["linear", "gqa", "hedgehog_key", "rmsnorm", "favor", "cosformer"])
 def test_packed(name):
     layer = make_layer(name)
     x, rope = inputs(layer.config, rows=1, length=9)
     bounds = torch.tensor([0, 4, 5, 9])
     packing = Packing(bounds, torch.tensor([[0] * 4 + [1] + [2] * 4]))
-    expected, _, _ = by_hand(layer, x, *rope, cu_seqlens=bounds)
-    out, weights = layer(x, rope, packing=packing, output_attentions=True)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]])
+    expected, _, _ = by_hand(layer, x, *rope, cu_seqlens=bounds, positions=positions)
+    out, weights = layer(x, rope, packing=packing, output_attentions=True, position_ids=positions)
     assert_close(out, expected, 1e-6)
     assert weights.shape == (1, layer.num_heads, 9, 9)
 
 
-@pytest.mark.parametrize("name", ["linear", "gqa", "hedgehog_key", "none"])
+@pytest.mark.parametrize("name", ["linear", "gqa", "hedgehog_key", "none", "cosformer"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_encoder_layer_reads_all_keys_for_every_query(name, masked):
     layer = fill(LinearAttention(make_config(**LAYERS[name]), layer_idx=0, causal=False)).double()
     x, rope = inputs(layer.config)
     mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0]]).bool() if masked else None
-    out, weights = layer(x, rope, mask, output_attentions=True)
+    positions = torch.arange(6)[None]
+    out, weights = layer(x, rope, mask, output_attentions=True, position_ids=positions)
     q, k, v = (getattr(layer, f"{side}_proj")(x).unflatten(-1, (-1, layer.head_dim)) for side in "qkv")
-    phi_q, phi_k = features(layer.config.feature_map, rotate(q, *rope), rotate(k, *rope), layer.feature_map)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    phi_q, phi_k = features(layer.config.feature_map, q, k, layer.feature_map, positions)
     normalize = layer.config.normalizer == "denominator"
     expected, _, _ = linear_attention(phi_q, phi_k, v, causal=False, key_mask=mask, normalize=normalize)
     assert_close(out, layer.o_proj(expected.flatten(2)), 1e-6)
-    if normalize:
+    if normalize and name != "cosformer":  # where relu(q) relu(k)^T is 0 for all keys, so are the weights
         assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)), 1e-6)
 
 
@@ -152,6 +163,29 @@ def test_without_positions_nothing_is_rotated():
     still = rotations(layer.config, torch.zeros(2, 6, dtype=torch.long))
     assert_close(layer(x)[0], layer(x, still)[0], 1e-12)
     assert not torch.allclose(layer(x)[0], layer(x, rope)[0], atol=1e-3)
+
+
+def test_a_map_of_positions_asks_for_them():
+    layer = make_layer("cosformer")
+    with pytest.raises(ValueError, match="pass position_ids to the layer"):
+        layer(inputs(layer.config)[0])
+
+
+def test_few_tokens_are_mapped_as_many_by_a_map_that_tells_queries_from_keys(monkeypatch):
+    """Up to 32 tokens the layer maps queries and keys in one go, where one function maps both."""
+
+    class Tempered(FeatureMap):
+        def query(self, q, positions=None):
+            return (q / 2).exp()
+
+        def key(self, k, positions=None):
+            return k.exp()
+
+    monkeypatch.setitem(FEATURE_MAPS, "tempered", Tempered)
+    layer = fill(LinearAttention(make_config(feature_map="tempered"), layer_idx=0)).double()
+    x, rope = inputs(layer.config, length=40)
+    first = tuple(each[:, :6] for each in rope)
+    assert_close(layer(x[:, :6], first)[0], layer(x, rope)[0][:, :6], 1e-12)
 
 
 def test_parameter_names_are_those_of_llama_and_qwen3():

@@ -139,7 +139,11 @@ def test_attentions_are_what_multiplies_the_values(name, padded):
         assert not weights.triu(1).transpose(1, 2)[real].any()
         assert not by_query.masked_select(~real[:, None].expand(2, 7, 7)[real].unsqueeze(1)).any()
         if model.config.normalizer == "denominator":
-            assert_close(by_query.sum(-1), torch.ones_like(by_query[..., 0]), 1e-6)
+            sums = by_query.sum(-1)
+            if model.config.feature_map == "cosformer":  # relu(q) relu(k)^T may be 0 for all keys
+                assert sums.count_nonzero() > sums.numel() / 2
+                sums = sums[sums != 0]
+            assert_close(sums, torch.ones_like(sums), 1e-6)
             assert (by_query >= 0).all()
         expected = found.get("raw", found["out"])
         assert_close(weigh(weights, found["v"])[real], expected[real], 1e-5)

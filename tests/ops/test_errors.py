@@ -113,7 +113,7 @@ def test_unknown_map(call):
 
 
 @each_call
-@pytest.mark.parametrize("name", LEARNABLE)
+@pytest.mark.parametrize("name", [*LEARNABLE, "favor"])
 def test_map_that_has_weights_by_name(call, name):
     fails(call, good(feature_map=name), "feature_map", name)
 

@@ -124,7 +124,7 @@ def test_elu1_does_not_cancel(dtype):
     assert actual == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["elu1", "softmax", "hedgehog", "hedgehog_joint", "relu"])
+@pytest.mark.parametrize("name", ["elu1", "softmax", "hedgehog", "hedgehog_joint", "relu", "favor"])
 def test_large_input_stays_finite(name):
     feature_map = make_feature_map(name, 4)
     x = torch.tensor([1e4, -1e4, 500.0, -500.0]).reshape(1, 1, 1, 4).requires_grad_()

@@ -37,7 +37,8 @@ class LinAttnConfig(LlamaConfig):
 
     Raises:
         ValueError: an unknown name, a size that is not positive, query heads that key heads do not divide, a signed
-            map with a denominator, a later `format_version`; the message names the field, the value and the choices.
+            map with a denominator, more positions than a map of positions has, a later `format_version`; the message
+            names the field, the value and the choices.
 
     Example:
 
@@ -107,12 +108,17 @@ class LinAttnConfig(LlamaConfig):
                 "choose normalizer='rmsnorm' or 'none', or a nonnegative map"
             )
         with torch.device("meta"):
-            make_feature_map(
+            feature_map = make_feature_map(
                 self.feature_map,
                 self.head_dim,
                 self.num_attention_heads,
                 self.num_key_value_heads,
                 **(self.feature_map_kwargs or {}),
+            )
+        if feature_map.horizon is not None and self.max_position_embeddings > feature_map.horizon:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings} is more than horizon={feature_map.horizon} of "
+                f"feature_map={self.feature_map!r}; lower it, or choose feature_map_kwargs={{'horizon': ...}}"
             )
         self.validate_layer_type()
 

@@ -31,13 +31,18 @@ class FeatureMap(nn.Module):
         num_key_value_heads: Hk, key heads; `None` means Hq.
 
     Class attributes: `is_nonnegative` (phi(q) phi(k)^T >= 0 for all q, k, so that no denominator cancels),
-    `is_learnable` (has parameters), `separate_qk` (queries and keys are mapped with different parameters).
+    `is_learnable` (has parameters), `separate_qk` (queries and keys are mapped with different parameters), `is_random`
+    (holds a random matrix, so functions take an instance and not its name), `uses_positions` (depends on positions,
+    which functions do not know: they take its features). `horizon` is how many positions such a map has.
     Parameters have the heads first, [Hq or Hk, ...], so that tensor parallel ranks can share them.
     """
 
     is_nonnegative: ClassVar[bool] = True
     is_learnable: ClassVar[bool] = False
+    is_random: ClassVar[bool] = False
+    uses_positions: ClassVar[bool] = False
     separate_qk: bool = False
+    horizon: int | None = None
 
     def __init__(self, head_dim: int, num_heads: int = 1, num_key_value_heads: int | None = None):
         super().__init__()
@@ -54,20 +59,30 @@ class FeatureMap(nn.Module):
         """Map the last dimension of `x` (float32 or float64): [..., D] -> [..., F]."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward")
 
-    def query(self, q: Tensor) -> Tensor:
-        """phi of queries: [B, T, Hq, D] -> [B, T, Hq, F], float32 for half-precision input."""
+    @property
+    def is_one_function(self) -> bool:
+        """Whether `forward`, without parameters, is all there is to queries and keys alike."""
+        kind = type(self)
+        is_plain = kind.query is FeatureMap.query and kind.key is FeatureMap.key
+        return is_plain and next(self.parameters(), None) is None
+
+    def query(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        """phi of queries: [B, T, Hq, D] -> [B, T, Hq, F], float32 for half-precision input.
+
+        `positions` [B, T], each token's place in its sequence, matter to maps that have `uses_positions`.
+        """
         return self(upcast(q))
 
-    def key(self, k: Tensor) -> Tensor:
-        """phi of keys: [B, S, Hk, D] -> [B, S, Hk, F], float32 for half-precision input."""
+    def key(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        """phi of keys: [B, S, Hk, D] -> [B, S, Hk, F], float32 for half-precision input; `positions` as in `query`."""
         return self(upcast(k))
 
     def initial_parameters(self) -> dict[str, Tensor]:
-        """Fresh values for this map's own parameters, by name; used at construction and by `_init_weights`."""
+        """Fresh values for this map's own parameters and buffers, by name; for construction and `_init_weights`."""
         return {}
 
     def reset_parameters(self) -> None:
-        """Set every parameter to its initial value."""
+        """Set every parameter and buffer to its initial value."""
         with torch.no_grad():
             for name, value in self.initial_parameters().items():
                 getattr(self, name).copy_(value)
@@ -83,7 +98,8 @@ class FeatureMap(nn.Module):
         """grad^T dphi/dx at `x`, where phi(x) is already known; may overwrite `grad`."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            (grad_x,) = torch.autograd.grad(self(x), x, grad)
+            # a view, because torch's counter of operations hooks modules and fails where their input is a leaf
+            (grad_x,) = torch.autograd.grad(self(x.view_as(x)), x, grad)
         return grad_x
 
     def extra_repr(self) -> str:

@@ -45,10 +45,10 @@ class _PerHeadMap(FeatureMap):
                 self.register_parameter(prefix + name, nn.Parameter(torch.empty(count, *shape)))
         self.reset_parameters()
 
-    def query(self, q: Tensor) -> Tensor:
+    def query(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
         return self._map(q, "" if self.tied else "q_")
 
-    def key(self, k: Tensor) -> Tensor:
+    def key(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
         return self._map(k, "" if self.tied else "k_")
 
     def _map(self, x: Tensor, prefix: str) -> Tensor:
