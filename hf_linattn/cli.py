@@ -77,7 +77,7 @@ def run_ask(arguments: argparse.Namespace) -> None:
 
 def run_env(arguments: argparse.Namespace) -> None:
     from .benchmark.record import hardware, versions
-    from .benchmark.tables import table
+    from .benchmark.text import table
     from .ops import backends
 
     devices = [arguments.device] if arguments.device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

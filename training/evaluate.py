@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from baselines import measure_baselines
 from config import EvaluateConfig, read_config
@@ -73,21 +73,41 @@ def by_position(
     nats = torch.zeros(blocks.block_size, dtype=torch.float64, device=accelerator.device)
     tokens = torch.zeros(blocks.block_size, dtype=torch.long, device=accelerator.device)
     for batch in held_out_batches(accelerator, blocks, batch_size):
-        labels = batch.pop("labels")[:, 1:]
-        logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE)
-        there = labels != IGNORE
-        before = batch["position_ids"][:, 1:][there]
-        nats.index_add_(0, before, losses.view_as(labels)[there].double())
+        losses, there = token_losses(model, batch)
+        before = batch["position_ids"][there]
+        nats.index_add_(0, before, losses[there].double())
         tokens.index_add_(0, before, torch.ones_like(before))
     return accelerator.reduce(nats, "sum").cpu(), accelerator.reduce(tokens, "sum").cpu()
+
+
+@torch.no_grad()
+def token_losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nats that predicting each token of a batch of blocks costs, and whether it is to be predicted, both [B, T]."""
+    labels = batch["labels"][:, 1:]
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE)
+    return pad(losses.view_as(labels), (1, 0)), batch["labels"] != IGNORE
 
 
 def summary(nats: torch.Tensor, tokens: torch.Tensor, texts: list[str]) -> dict[str, Any]:
     """Bits per byte of the text, per token, and per token by powers of two of the context."""
     size, count, total = sum(len(text.encode()) for text in texts), tokens.sum().item(), nats.sum().item()
+    return {
+        "documents": len(texts),
+        "bytes": size,
+        "tokens": count,
+        "bits_per_byte": total / math.log(2) / size,
+        "bits_per_token": total / math.log(2) / count,
+        "perplexity": math.exp(min(700.0, total / count)),
+        "by_context": by_context(nats, tokens),
+    }
+
+
+def by_context(nats: torch.Tensor, tokens: torch.Tensor) -> list[dict[str, Any]]:
+    """Bits per token by powers of two of the context, of sums by position, both [T]."""
     edges = [1, *(2**i for i in range(1, 64) if 2**i < len(tokens)), len(tokens)]
-    rows = [
+    return [
         {
             "from": low,
             "to": high - 1,
@@ -97,15 +117,6 @@ def summary(nats: torch.Tensor, tokens: torch.Tensor, texts: list[str]) -> dict[
         for low, high in zip(edges, edges[1:])
         if tokens[low:high].sum() > 0
     ]
-    return {
-        "documents": len(texts),
-        "bytes": size,
-        "tokens": count,
-        "bits_per_byte": total / math.log(2) / size,
-        "bits_per_token": total / math.log(2) / count,
-        "perplexity": math.exp(min(700.0, total / count)),
-        "by_context": rows,
-    }
 
 
 if __name__ == "__main__":

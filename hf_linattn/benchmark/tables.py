@@ -9,28 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from .record import read_json
-
-
-def table(header: list[str], rows: list[list[str]], align: str = "---:") -> str:
-    """A Markdown table; all columns but the first are numbers and stand to the right, or as `align` says."""
-    lines = [header, ["---", *[align] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def bytes_text(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:,.4g} GiB"
-
-
-def milliseconds_text(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def ratio_text(value: float) -> str:
-    return f"{value:.2f}x" if value < 10 else f"{value:,.0f}x"
+from .studies import bytes_tables, recall_tables
+from .text import (
+    blank,
+    bytes_text,
+    error_text,
+    microseconds_text,
+    milliseconds_text,
+    operations_text,
+    percent_text,
+    ratio_text,
+    signed_bytes_text,
+    table,
+)
 
 
 def compare_table(result: dict[str, Any]) -> str:
@@ -87,10 +78,6 @@ def generation_table(result: dict[str, Any]) -> str:
     return table(["what", "measured", "promised"], rows)
 
 
-def signed_bytes_text(size: float) -> str:
-    return f"-{bytes_text(-size)}" if size < 0 else bytes_text(size)
-
-
 def batching_table(result: dict[str, Any]) -> str:
     """Tokens a second of the three ways to serve many requests, and how much faster the continuous batch is."""
     speeds, over, sizes = result["tokens_per_second"], result["continuous_over"], result["sizes"]
@@ -120,14 +107,6 @@ PLAN_COSTS = {
     "training_flops": "operations of forward and backward",
     "attention_bytes": "peak of one attention, forward and backward",
 }
-
-
-def operations_text(count: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}".rstrip()
-        count /= 1000
-    return f"{count:,.4g} P"
 
 
 def plan_table(result: dict[str, Any]) -> str:
@@ -294,24 +273,6 @@ def kernels_table(result: dict[str, Any]) -> str:
     return table([f"kernels ({result['device']})", *names, "within bounds"], rows)
 
 
-def blank(value: Any, text: Callable[[Any], str]) -> str:
-    """`text(value)`, and nothing for what was not measured."""
-    return "" if value is None else text(value)
-
-
-def percent_text(value: float) -> str:
-    return f"{100 * value:.0f}%" if value >= 0.1 else f"{100 * value:.1f}%"
-
-
-def microseconds_text(milliseconds: float) -> str:
-    """Milliseconds to three digits: steps of a GPU are far below one."""
-    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
-
-
-def error_text(value: float) -> str:
-    return f"{value:.1e}"
-
-
 def throughput_table(result: dict[str, Any]) -> str:
     """Tokens a second of pretrain.py and of bare steps, and the median ratio of pairs of steps."""
     names = {"pretrain": "pretrain.py", "bare": "forward, backward and AdamW alone"}
@@ -327,10 +288,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "benchmark model": level_table,
     "benchmark op": level_table,
     "benchmark shapes": shapes_table,
+    "bytes study": bytes_tables,
     "compare": compare_table,
     "generation": generation_table,
     "modes": modes_table,
     "plan": plan_table,
+    "recall study": recall_tables,
     "throughput": throughput_table,
     "train": train_table,
 }

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinearAttentionCache
 from hf_linattn.benchmark.compare import cache_nbytes
 from hf_linattn.benchmark.plan import CROSSOVERS, FARTHEST, first_win, plan
-from hf_linattn.benchmark.tables import operations_text
+from hf_linattn.benchmark.text import operations_text
 from hf_linattn.cli import main
 from hf_linattn.ops import blocks, linear_attention
 

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from hf_linattn.benchmark.tables import bytes_text, main, ratio_text, render
+from hf_linattn.benchmark.tables import main, render
+from hf_linattn.benchmark.text import bytes_text, ratio_text
 
 
 def test_compare_table(results):
@@ -163,7 +164,8 @@ def test_throughput_table():
 
 def test_unknown_kinds_are_named():
     with pytest.raises(
-        ValueError, match="no table for kind 'novel'; known: batching, benchmark decode, .* plan, throughput, train"
+        ValueError,
+        match="no table for kind 'novel'; known: batching, benchmark decode, .* plan, recall study, throughput, train",
     ):
         render({"kind": "novel"})
 

@@ -1,0 +1,212 @@
+"""Tables and pictures of the studies: which feature map, and what around it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .drawing import STYLES, figure, label, save
+from .text import bytes_text, table
+
+Row = dict[str, Any]
+
+MIX_NAMES = {
+    (False, False): "alone",
+    (True, False): "with convolution",
+    (False, True): "with a full layer",
+    (True, True): "with both",
+}
+
+
+def hardest(result: dict[str, Any]) -> str:
+    """The number of pairs that is hardest to recall."""
+    return str(result["scale"]["pairs"][-1])
+
+
+def recall_of(result: dict[str, Any]) -> Callable[[Row], list[float]]:
+    """Accuracy of each seed, in percent, at the hardest setting."""
+    return lambda row: [100 * run["accuracy"][hardest(result)] for run in row["runs"]]
+
+
+def bits_of(field: str = "bits_per_byte") -> Callable[[Row], list[float]]:
+    return lambda row: [run[field] for run in row["runs"]]
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The mean over seeds and their standard deviation."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def mixes(result: dict[str, Any]) -> list[tuple[bool, bool]]:
+    return [tuple(mix) for mix in result["scale"]["mixes"]]
+
+
+def by_map(result: dict[str, Any]) -> dict[str, dict[tuple[bool, bool], Row]]:
+    """Rows without a change, by feature map and mix."""
+    found: dict[str, dict[tuple[bool, bool], Row]] = {}
+    for row in result["rows"]:
+        if row["feature_map"] is not None and not row["change"]:
+            found.setdefault(row["feature_map"], {})[row["conv"], row["full"]] = row
+    return found
+
+
+def softmax_row(result: dict[str, Any]) -> Row:
+    return next(row for row in result["rows"] if row["feature_map"] is None)
+
+
+def limits(result: dict[str, Any]) -> str:
+    """What the study cannot say, from its own sizes."""
+    scale, runs = result["scale"], [run for row in result["rows"] for run in row["runs"]]
+    parameters = sorted(run["parameters"] for run in runs)
+    length = scale.get("length") or scale["block_size"]
+    rates = ", ".join(f"{rate:g}" for rate in scale["learning_rates"])
+    return (
+        f"What this cannot say: how models of more than {parameters[-1]:,} parameters ({scale['layers']} layers of "
+        f"{scale['hidden_size']}, heads of {scale['hidden_size'] // scale['heads']}), sequences of more than "
+        f"{length:,} tokens, or more than {scale['steps']:,} steps of {scale['batch_size']} sequences compare: who "
+        f"learns slowly counts as who cannot. Learning rates {rates}; {len(scale['seeds'])} seeds, ± is their standard "
+        "deviation.\n"
+    )
+
+
+def study_tables(
+    result: dict[str, Any],
+    measure: Callable[[Row], list[float]],
+    digits: int,
+    what: str,
+    more: tuple[tuple[str, Callable[[Row], list[float]]], ...] = (),
+) -> str:
+    """A row a map, a column a mix; then, where some were measured, what single changes do; then the limits."""
+    columns = mixes(result)
+    reference = softmax_row(result)
+    rows = [[f"**{reference['name']}**", spread(measure(reference), digits), *[""] * (len(columns) - 1)]]
+    rows[0] += [spread(extra(reference), digits) for _, extra in more]
+    rows[0].append(bytes_text(reference["runs"][0]["cache_bytes"]))
+    for name, cells in by_map(result).items():
+        line = [name, *(spread(measure(cells[mix]), digits) if mix in cells else "" for mix in columns)]
+        shown = cells.get((True, False)) or next(iter(cells.values()))
+        line += [spread(extra(shown), digits) for _, extra in more]
+        rows.append([*line, bytes_text(shown["runs"][0]["cache_bytes"])])
+    header = [what, *(MIX_NAMES[mix] for mix in columns), *(name for name, _ in more), "cache"]
+    parts = [table(header, rows), changes_table(result, measure, digits, what), limits(result)]
+    return "\n".join(part for part in parts if part)
+
+
+def changes_table(result: dict[str, Any], measure: Callable[[Row], list[float]], digits: int, what: str) -> str:
+    """Single changes of maps with a convolution, beside the same map without the change."""
+    changed = [row for row in result["rows"] if row["change"]]
+    if not changed:
+        return ""
+    names = list(dict.fromkeys(row["change"] for row in changed))
+    rows = []
+    for feature_map in dict.fromkeys(row["feature_map"] for row in changed):
+        cells = {row["change"]: row for row in changed if row["feature_map"] == feature_map}
+        plain = by_map(result)[feature_map][True, False]
+        cells_text = [spread(measure(cells[name]), digits) if name in cells else "" for name in names]
+        rows.append([f"{feature_map} with convolution", spread(measure(plain), digits), *cells_text])
+    return table([what, "as above", *(CHANGE_NAMES[name] for name in names)], rows)
+
+
+CHANGE_NAMES = {"rope": "RoPE too", "qk_norm": "qk norm", "rmsnorm": "rmsnorm for the denominator"}
+
+
+def recall_tables(result: dict[str, Any]) -> str:
+    """Accuracy in percent at the hardest setting."""
+    scale = result["scale"]
+    what = f"recall of {hardest(result)} pairs in {scale['length']} tokens, %"
+    return study_tables(result, recall_of(result), 1, what)
+
+
+def bytes_tables(result: dict[str, Any]) -> str:
+    """Bits per byte of held-out text; with a convolution also of repeated strings and of the rest."""
+    more = (("repeated", bits_of("bits_of_repeated")), ("the rest", bits_of("bits_of_others")))
+    return study_tables(result, bits_of(), 3, "bits per byte", more)
+
+
+def plot_recall(result: dict[str, Any], folder: Path) -> list[Path]:
+    """recall.png: every map in every mix, beside softmax attention; and accuracy against the size of the cache."""
+    fig, (left, right) = figure(2, height=0.34 * len(by_map(result)) + 1.6)
+    dots(left, result, recall_of(result))
+    label(left, f"Recall of {hardest(result)} pairs, % (mean of seeds, bar: lowest to highest)", "", "")
+    for mix, style in MIX_STYLES.items():
+        cells = [row for cells in by_map(result).values() if (row := cells.get(mix))]
+        if cells and not mix[1]:
+            x = [row["runs"][0]["cache_bytes"] for row in cells]
+            right.plot(x, [statistics.fmean(recall_of(result)(row)) for row in cells], label=MIX_NAMES[mix], **style)
+            for row in cells if mix[0] else ():
+                at = (row["runs"][0]["cache_bytes"], statistics.fmean(recall_of(result)(row)))
+                right.annotate(row["feature_map"], at, xytext=(4, -9), textcoords="offset points", fontsize=7)
+    reference = softmax_row(result)
+    right.plot(
+        reference["runs"][0]["cache_bytes"], statistics.fmean(recall_of(result)(reference)), label=reference["name"],
+        **SOFTMAX_STYLE,
+    )  # fmt: skip
+    right.set_xscale("log", base=2)
+    label(right, "Recall against the bytes that are kept of a sequence", "bytes", "%")
+    byte_axis(right)
+    right.legend(fontsize=8, frameon=False, loc="lower right")
+    return [save(fig, folder / "recall.png")]
+
+
+def plot_bytes(result: dict[str, Any], folder: Path) -> list[Path]:
+    """bytes.png: every map, beside softmax attention; and the loss by context of a few."""
+    fig, (left, right) = figure(2, height=0.34 * len(by_map(result)) + 1.6)
+    dots(left, result, bits_of())
+    label(left, "Bits per byte, held-out (mean of seeds, bar: lowest to highest)", "", "")
+    convolved = [row for cells in by_map(result).values() if (row := cells.get((True, False)))]
+    convolved.sort(key=lambda row: statistics.fmean(bits_of()(row)))
+    chosen = [softmax_row(result), convolved[0], convolved[-1]] if convolved else [softmax_row(result)]
+    for row, style in zip(chosen, (STYLES[1], STYLES[0], STYLES[2])):
+        lists = [run["by_context"] for run in row["runs"]]
+        x = [each["from"] for each in lists[0]]
+        y = [statistics.fmean(each["bits_per_token"] for each in at) for at in zip(*lists)]
+        right.plot(x, y, label=row["name"], linewidth=1.8, markersize=4, **style)
+    right.axvline(result["scale"]["block_size"], color="#999999", linewidth=0.8)
+    right.annotate(
+        "trained length", (result["scale"]["block_size"], 1), xycoords=("data", "axes fraction"), xytext=(-4, -4),
+        textcoords="offset points", ha="right", va="top", fontsize=8, color="#555555",
+    )  # fmt: skip
+    right.set_xscale("log", base=2)
+    label(right, "Bits a byte by its context: softmax, best and worst with convolution", "bytes before it", "")
+    right.legend(fontsize=8, frameon=False)
+    return [save(fig, folder / "bytes.png")]
+
+
+SOFTMAX_STYLE = {"color": "#c46a00", "linestyle": "none", "marker": "s"}
+MIX_STYLES = {
+    (False, False): {"color": "#777777", "linestyle": "none", "marker": "x"},
+    (True, False): {"color": "#0b4f9c", "linestyle": "none", "marker": "o"},
+    (False, True): {"color": "#8a1c5c", "linestyle": "none", "marker": "^", "fillstyle": "none"},
+    (True, True): {"color": "#2e7d4f", "linestyle": "none", "marker": "D", "fillstyle": "none"},
+}
+
+
+def dots(axes: Any, result: dict[str, Any], measure: Callable[[Row], list[float]]) -> None:
+    """A line a map, a mark a mix, the range of the seeds as a bar; softmax attention is a line from top to bottom."""
+    maps = by_map(result)
+    columns = mixes(result)
+    for column, mix in enumerate(columns):
+        style, shown = MIX_STYLES[mix], True
+        for place, cells in enumerate(maps.values()):
+            if mix not in cells:
+                continue
+            values, y = measure(cells[mix]), place + 0.14 * (column - (len(columns) - 1) / 2)
+            axes.plot([min(values), max(values)], [y, y], color=style["color"], linewidth=1)
+            axes.plot(statistics.fmean(values), y, label=MIX_NAMES[mix] if shown else None, markersize=4.5, **style)
+            shown = False
+    reference = measure(softmax_row(result))
+    axes.axvspan(min(reference), max(reference), color="#c46a00", alpha=0.25, linewidth=0)
+    axes.axvline(statistics.fmean(reference), color="#c46a00", linestyle="--", label=softmax_row(result)["name"])
+    axes.set_yticks(range(len(maps)), list(maps))
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, frameon=False)
+
+
+def byte_axis(axes: Any) -> None:
+    low, high = axes.get_xlim()
+    ticks = [2**e for e in range(64) if low <= 2**e <= high]
+    axes.set_xticks(ticks, [bytes_text(tick) for tick in ticks])
+    axes.minorticks_off()

@@ -1,0 +1,94 @@
+"""What the studies compare: feature maps, and what stands around them, in models that are otherwise the same."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinearAttentionCache
+from hf_linattn.ops import FEATURE_MAPS, feature_map_class
+
+SOFTMAX = "softmax attention"
+CONV = 4  # kernel of the short convolution, as everywhere
+
+# What can be changed beside the map, one at a time; each is measured on the maps of `CHANGED`, with a convolution.
+CHANGES: dict[str, dict[str, Any]] = {
+    "rope": {"rope_position": "before"},
+    "qk_norm": {"qk_norm": True},
+    "rmsnorm": {"normalizer": "rmsnorm"},
+}
+CHANGED = ("elu1", "exp", "hedgehog")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of a study.
+
+    Fields:
+        feature_map: a name of the registry; `None` is softmax attention in every layer, the reference.
+        conv: a short convolution on q, k and v; it takes the place of RoPE in the linear layers.
+        full: the last layer keeps softmax attention.
+        change: a key of `CHANGES`, or "".
+    """
+
+    feature_map: str | None
+    conv: bool = False
+    full: bool = False
+    change: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = [self.feature_map or SOFTMAX, "conv" * self.conv, "full" * self.full, self.change]
+        return " + ".join(part for part in parts if part)
+
+    def fields(self, layers: int, length: int) -> dict[str, Any]:
+        """Fields of `LinAttnConfig`, for so many layers and for sequences of so many tokens."""
+        if self.feature_map is None:
+            return {"layer_types": ["full_attention"] * layers}
+        linear = layers - self.full
+        fields: dict[str, Any] = {
+            "layer_types": ["kernel_linear_attention"] * linear + ["full_attention"] * self.full,
+            "feature_map": self.feature_map,
+            "feature_map_kwargs": {"horizon": length} if feature_map_class(self.feature_map).uses_positions else None,
+            "normalizer": "denominator" if feature_map_class(self.feature_map).is_nonnegative else "rmsnorm",
+            "conv_kernel_size": CONV * self.conv,
+            "qk_norm": False,
+            "rope_position": "none" if self.conv else "before",
+        }
+        return fields | CHANGES.get(self.change, {})
+
+
+def all_variants(mixes: tuple[tuple[bool, bool], ...]) -> list[Variant]:
+    """Softmax attention, every map in every mix of (conv, full), and every change of some of them."""
+    maps = [Variant(name, conv, full) for name in FEATURE_MAPS for conv, full in mixes]
+    changes = [Variant(name, conv=True, change=change) for name in CHANGED for change in CHANGES]
+    return [Variant(None), *maps, *changes]
+
+
+def new_model(variant: Variant, layers: int, length: int, **fields: Any) -> LinAttnForCausalLM:
+    """A model of these fields, as large as softmax attention makes it: the MLP pays for what a variant adds."""
+
+    def build(variant: Variant, intermediate_size: int) -> LinAttnForCausalLM:
+        config = LinAttnConfig(
+            num_hidden_layers=layers,
+            intermediate_size=intermediate_size,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+            **fields,
+            **variant.fields(layers, length),
+        )
+        return LinAttnForCausalLM(config)
+
+    size = fields.pop("intermediate_size")
+    with torch.device("meta"):
+        more = build(variant, size).num_parameters() - build(Variant(None), size).num_parameters()
+    return build(variant, size - round(more / (3 * layers * fields["hidden_size"])))
+
+
+@torch.no_grad()
+def cache_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
+    """Bytes that the model keeps of one sequence [1, T]: states, convolution tails, keys and values."""
+    cache = LinearAttentionCache(model.config)
+    model.eval()(ids, cache=cache)
+    return cache.nbytes
