@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+SCHEMA_VERSION = 1  # of result files; a change that old readers would misread makes it one more
 PACKAGES = (
     "hf-linattn",
     "torch",
@@ -117,13 +118,37 @@ def memory_gib() -> float | None:
 
 
 def write_json(path: str | os.PathLike, result: dict[str, Any]) -> None:
-    """Writes a result file, making its folder; an interrupt leaves the old file or the new one, whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(path)
+    """Writes a result file with its schema version, making its folder; see `write_whole`."""
+    write_whole(path, json.dumps({"schema_version": SCHEMA_VERSION} | result, indent=1) + "\n")
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    return json.loads(Path(path).read_text())
+    """The result that `write_json` was given.
+
+    Raises:
+        ValueError: one line that names the file, if it is not a whole JSON object or is of another schema version.
+    """
+    path = Path(path)
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one too
+        raise ValueError(f"{path}: not a whole JSON file ({error})") from None
+    if not isinstance(result, dict):
+        raise ValueError(f"{path}: holds a {type(result).__name__}; a result is a JSON object")
+    version = result.pop("schema_version", 1)  # the first files did not say it
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{path}: schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
+    return result
+
+
+def write_whole(path: str | os.PathLike, text: str) -> None:
+    """Writes a file, making its folder; an interrupt or an error leaves the old file or the new one, whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -1,7 +1,5 @@
 """The cost model against what real models keep, hold and multiply; its crossovers against a search by brute force."""
 
-import json
-
 import pytest
 import torch
 from helpers import CONFIGS, HYBRID, SIZES, make_config, make_llama, make_model, random_ids
@@ -12,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinearAttentionCache
 from hf_linattn.benchmark.compare import cache_nbytes
 from hf_linattn.benchmark.plan import CROSSOVERS, FARTHEST, first_win, plan
+from hf_linattn.benchmark.record import read_json
 from hf_linattn.benchmark.text import operations_text
 from hf_linattn.cli import main
 from hf_linattn.ops import blocks, linear_attention
@@ -357,7 +356,7 @@ def test_command_prints_what_it_writes(folder, name, capsys):
         ]
     )
     shown = capsys.readouterr().out
-    result = json.loads(out.read_text())
+    result = read_json(out)
     config = AutoConfig.from_pretrained(folder / name)
     assert result == plan(config, [100, 2000], 3, "bfloat16", device=result["device"])
     for start in result["crossovers"].values():

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from hf_linattn.benchmark import record as module
-from hf_linattn.benchmark.record import command, commit, read_json, record, write_json
+from hf_linattn.benchmark.record import SCHEMA_VERSION, command, commit, read_json, record, write_json
 
 
 @pytest.fixture
@@ -68,14 +69,48 @@ def test_an_interrupt_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     write_json(tmp_path / "r.json", {"a": 1})
     real = Path.write_text
 
-    def interrupted(path, text):
-        real(path, text[:3])
+    def interrupted(path, text, **options):
+        real(path, text[:3], **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "write_text", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_json(tmp_path / "r.json", {"a": 2})
     assert read_json(tmp_path / "r.json") == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_a_file_says_the_version_of_its_schema(tmp_path):
+    write_json(tmp_path / "r.json", {"kind": "x"})
+    assert json.loads((tmp_path / "r.json").read_text()) == {"schema_version": SCHEMA_VERSION, "kind": "x"}
+    (tmp_path / "old.json").write_text('{"kind": "x"}')  # written before there were versions
+    assert read_json(tmp_path / "r.json") == read_json(tmp_path / "old.json") == {"kind": "x"}
+
+
+def test_all_committed_results_are_readable():
+    paths = sorted((Path(__file__).parents[2] / "model_cards").rglob("*.json"))
+    assert len(paths) >= 8
+    assert all(read_json(path)["kind"] for path in paths)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b'{"schema_version": 2, "kind": "x"}', "schema_version is 2; this release reads 1"),
+        (b'{"schema_version": "new"}', "schema_version is 'new'; this release reads 1"),
+        (b'{"kind": "x", "rows": [1, 2', "not a whole JSON file (Expecting"),
+        (b"", "not a whole JSON file (Expecting value"),
+        (b"\xff\xfe{}", "not a whole JSON file ('utf-8' codec"),
+        (b"[1, 2]", "holds a list; a result is a JSON object"),
+    ],
+)
+def test_a_file_that_is_no_result_is_one_line_that_names_it(tmp_path, content, words):
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_json(path)
+    assert str(error.value).startswith(f"{path}: {words}")
+    assert "\n" not in str(error.value)
 
 
 def test_command_of_a_module(monkeypatch):
