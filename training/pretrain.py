@@ -33,6 +33,7 @@ from loop import (
     train,
 )
 from models import load_model, load_tokenizer, new_model
+from sources import origin_of
 from strategy import report
 
 
@@ -54,6 +55,7 @@ def main(argv: list[str]) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{type(model).__name__}: {parameters:,} parameters on {accelerator.device}")
     corpus = load_corpus(config, tokenizer, progress=accelerator.is_main_process)
+    origin = origin_of(config.dataset)  # asked now: files may be gone when the run ends
     say(f"data: {', '.join(f'{value:,} {name}' for name, value in corpus.summary.items() if name != 'dataset')}")
 
     # 3. Optimizer and schedule.
@@ -99,7 +101,7 @@ def main(argv: list[str]) -> None:
             "record": record(config.seed, launcher="accelerate launch"),
             "model": {"class": type(accelerator.unwrap_model(model)).__name__, "parameters": parameters},
             "config": asdict(config),
-            "data": corpus.summary,
+            "data": {**corpus.summary, "origin": origin},
             "tokens_seen": state["tokens"],
             "seconds": state["seconds"],
             "bits_per_byte": {"before": before, "after": after},

@@ -43,14 +43,24 @@ def stdlib_documents() -> Iterator[Document]:
 
 def read_rows(source: str, config: TextConfig) -> Iterator[tuple[str, Row]]:
     """(name, row) of local files or of a hub dataset, in a fixed order; a text file is one row, without a column."""
-    paths = [Path(source)] if Path(source).is_file() else sorted(map(Path, glob.glob(source, recursive=True)))
-    if Path(source).is_dir():
-        paths = sorted(p for p in Path(source).rglob("*") if p.suffix in SUFFIXES)
-    if paths:
+    if paths := local_files(source):
         return file_rows(paths)
     if glob.has_magic(source) or Path(source).is_dir() or source.startswith((".", "/", "~")):
         raise ConfigError(f"dataset {source!r}: no txt, jsonl or parquet file there")
     return hub_rows(source, config)
+
+
+def local_files(source: str) -> list[Path]:
+    if Path(source).is_dir():
+        return sorted(p for p in Path(source).rglob("*") if p.suffix in SUFFIXES)
+    return [Path(source)] if Path(source).is_file() else sorted(map(Path, glob.glob(source, recursive=True)))
+
+
+def origin_of(source: str) -> str:
+    """Whose a dataset is, for results to say: `python` (its library), `files` of one's own, or the `hub`."""
+    if source == "python_stdlib":
+        return "python"
+    return "files" if local_files(source) else "hub"
 
 
 def file_rows(paths: list[Path]) -> Iterator[tuple[str, Row]]:

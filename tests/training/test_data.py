@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from config import ConfigError, read_config
 from data import IGNORE, BlockStream, PackedTokens, byte_tokenizer, load_corpus, take_bytes
-from sources import read_documents, split_hash
+from sources import origin_of, read_documents, split_hash
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,12 @@ def test_own_held_out_text(arguments, tmp_path):
     corpus = load_corpus(config, byte_tokenizer(), progress=False)
     assert corpus.held_out_texts == ["kept apart"]
     assert corpus.summary["train_documents"] == 120
+
+
+def test_a_dataset_says_whose_it_is(corpus_file, tmp_path):
+    sources = {str(corpus_file): "files", str(tmp_path): "files", str(tmp_path / "*.jsonl"): "files"}
+    sources |= {"python_stdlib": "python", "someone/texts": "hub", "wikitext": "hub"}
+    assert {source: origin_of(source) for source in sources} == sources
 
 
 def test_streaming_sees_the_same_training_text(arguments, monkeypatch):
