@@ -1,10 +1,11 @@
-"""The command line: read a text once and ask about it; plan and measure what models cost; serve and evaluate them.
+"""The command line: read a text once and ask about it; plan, measure and tell what they cost; serve and evaluate them.
 
 hf-linattn env
 hf-linattn read book.txt --model runs/demo --out book.state
 hf-linattn ask book.state "def main():"
 hf-linattn plan runs/demo --context 4096 65536
 hf-linattn benchmark
+hf-linattn card runs/demo
 hf-linattn transformers serve runs/demo
 hf-linattn lm-eval run --model hf --model_args pretrained=runs/demo --tasks lambada_openai
 """
@@ -20,6 +21,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from . import model_card
 from .benchmark import plan, suite
 from .cache import LinearAttentionCache, state_header
 from .generation import FileStreamer
@@ -170,6 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=run_env)
     plan.add_arguments(commands.add_parser("plan", help="bytes and operations at a context, linear beside softmax"))
     suite.add_arguments(commands.add_parser("benchmark", help="measure speed and memory here: JSON, tables, figures"))
+    model_card.add_arguments(commands.add_parser("card", help="render a model's card from its result files"))
     commands.add_parser("transformers", add_help=False, help="transformers' own commands (serve, chat, ...)")
     commands.add_parser("lm-eval", add_help=False, help="lm-evaluation-harness's own commands (run, ls, ...)")
     return parser

@@ -2,7 +2,8 @@
 
     python training/demo.py runs/demo
 
-Reads the folder that pretrain.py wrote; adds results.json, table.md and figures/*.png to it.
+Reads the folder that pretrain.py wrote; adds results.json, table.md, figures/*.png and the model's card,
+README.md, to it.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from hf_linattn.benchmark.compare import CONTEXTS, cache_nbytes, compare
 from hf_linattn.benchmark.plots import plot
 from hf_linattn.benchmark.record import read_json, record, write_json
 from hf_linattn.benchmark.tables import compare_table, render, train_table
+from hf_linattn.model_card import write_card
 
 PROMPT = "import os\nimport sys\n\ndef "
 SHOWN = 700  # characters of the sample
@@ -123,10 +125,12 @@ def main(argv: list[str] | None = None) -> None:
     write_json(out / "results.json", results)
     (out / "table.md").write_text(render(results))
     figures = plot(results, out / "figures")
+    card = write_card(out)
 
     console.print(Markdown(compare_table(comparison)))
     console.print(Markdown(train_table(training)))
-    console.print(f"wrote {out / 'results.json'}, {out / 'table.md'}, {', '.join(map(str, figures))}", soft_wrap=True)
+    written = [out / "results.json", out / "table.md", *figures, card]
+    console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import demo
 from data import byte_tokenizer
 from hf_linattn.benchmark.record import read_json
 from hf_linattn.benchmark.tables import render
+from hf_linattn.model_card import render_card
 from recipes import TINY
 
 from .conftest import run
@@ -22,12 +23,20 @@ def test_demo_reads_a_run_and_writes_what_it_measured(arguments, tmp_path, capsy
     assert [row["context"] for row in results["compare"]["rows"]] == [16, 64]
     assert (out / "table.md").read_text() == render(results)
     assert {path.name for path in (out / "figures").iterdir()} == {"compare.png", "training.png"}
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert card == str(render_card(out))
+    assert "(figures/compare.png)" in card
+    assert "(figures/training.png)" in card
+    assert f"{results['train']['tokens_seen']:,} tokens" in card
+    assert str(tmp_path) not in card
 
+    assert results["train"]["data"]["origin"] == "files"
     generated = results["generate"]
     assert generated["tokens"] == 40
     assert generated["text"].startswith(demo.PROMPT)
     assert generated["cache_bytes"] == results["compare"]["rows"][0]["model"]["cache_bytes"]
     shown = capsys.readouterr().out
+    assert str(out / "README.md") in shown
     assert "40 tokens in" in shown
     for baseline in results["train"]["baselines"].values():
         assert f"{baseline['bits_per_byte']:.3f}" in shown
