@@ -1,13 +1,10 @@
 """Pieces of Markdown."""
 
+import json
+
 
 def link(file: str) -> str:
     return f"[{file}]({file})"
-
-
-def inline(text: str) -> str:
-    """Code within a line, line ends as they are written in Python."""
-    return f"`{quoted(text)}`"
 
 
 def fenced(text: str, language: str) -> str:
@@ -23,5 +20,5 @@ def folded(summary: str, text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A Python string in double quotes."""
-    return '"' + repr(text)[1:-1].replace("\\'", "'").replace('"', '\\"') + '"'
+    """A Python string in double quotes: what JSON writes is one."""
+    return json.dumps(text, ensure_ascii=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..benchmark.tables import TITLES, bytes_text, milliseconds_text, render, settings_text, table
 from .evidence import RESULTS, BadResult, Evidence, Fields, Part
 from .limits import machine_text, write_limits
-from .markdown import fenced, folded, inline, link, quoted
+from .markdown import fenced, folded, link, quoted
 from .metadata import LICENCE, dataset_title, from_hub, head_of, is_linear, model_name, without_folders
 
 SAMPLE = 400  # characters of generated text
@@ -123,8 +123,7 @@ def sample(part: Part, evidence: Evidence) -> list[str]:
     # A byte model may write control characters, which would end a line here and not there.
     text = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in part.fields["text"])
     return [
-        f"The prompt {inline(part.fields['prompt'])} and what it writes after it, the beginning of "
-        f"{part.fields['tokens']:,} sampled tokens:",
+        f"The prompt, and the beginning of {part.fields['tokens']:,} tokens that were sampled after it:",
         fenced(text[:SAMPLE], "text"),
     ]
 
