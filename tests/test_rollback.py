@@ -56,7 +56,7 @@ def test_undoing_whole_calls_restores_every_bit(name):
     assert_same_bits(contents(cache), settled)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*FEW, "cosformer"])
 @pytest.mark.parametrize("undone", [1, 2, 5, 6, 9])
 @each_kind
 def test_undoing_part_of_a_call_leaves_the_rest(name, undone, kind):
@@ -95,7 +95,7 @@ def test_a_layer_that_does_not_settle_can_go_back_further(name, kind):
     assert cache.layers[0].settles
 
 
-@pytest.mark.parametrize("name", ["linear", "conv"])
+@pytest.mark.parametrize("name", ["linear", "conv", "cosformer"])
 def test_a_long_prompt_is_not_recorded(name, monkeypatch):
     model, ids = shared_model(name), random_ids(1, 40)
     cache = read(model, ids, [1])[1]
@@ -136,7 +136,7 @@ def test_refusals_leave_the_state_as_it_was():
     assert_same_bits(contents(cache), before)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*FEW, "cosformer"])
 def test_static_steps_after_a_rollback(name):
     """Token by token too, where the mask of full attention layers must hide the rest of their buffers."""
     model, ids = make_model(name), random_ids(1, 9)

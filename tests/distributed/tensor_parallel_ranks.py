@@ -29,8 +29,9 @@ for case in CASES:
     results["in memory"][case] = measure(hf_linattn.parallelize(model_of(case), mesh))
 
 # a checkpoint, read by parts and written whole
-model = AutoModelForCausalLM.from_pretrained(folder / "all", distributed_config=DistributedConfig(tp_size=ranks))
-results["loaded"]["all"] = measure(model)
+for case in ("favor", "all"):
+    model = AutoModelForCausalLM.from_pretrained(folder / case, distributed_config=DistributedConfig(tp_size=ranks))
+    results["loaded"][case] = measure(model)
 model.save_pretrained(folder / "again")
 
 # a checkpoint without the parameters of the map and the convolution: they start as in one process

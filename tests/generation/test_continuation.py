@@ -36,7 +36,7 @@ def assert_same(actual, expected, new_tokens=NEW):
     assert_close(torch.stack(actual.logits), torch.stack(expected.logits), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "hybrid"])
+@pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "cosformer"])
 @each_kind
 @pytest.mark.parametrize("only_new", [True, False], ids=["new tokens", "full history"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}], ids=str)

@@ -65,13 +65,16 @@ DIMS = {  # features of heads of 8
     "hedgehog": ({}, 16),
     "dpfp": ({"nu": 3}, 48),
     "rebased": ({"tied": True}, 36),
+    "favor": ({}, 8),
+    "favor, more": ({"num_features": 20}, 20),
+    "cosformer": ({}, 16),
 }
 
 
 @pytest.mark.parametrize("name", DIMS)
 def test_feature_dim(name):
     options, features = DIMS[name]
-    model = make_model(feature_map=name, feature_map_kwargs=options)
+    model = make_model(feature_map=name.split(",")[0], feature_map_kwargs=options)
     assert model.config.feature_dim == features
     cache = model(random_ids(3, 2)).cache
     assert cache.layers[0].nu.shape[-1] == features
@@ -109,6 +112,14 @@ BAD = {
     "map option size": (
         {"feature_map": "hedgehog", "feature_map_kwargs": {"projection_dim": 0}},
         ["projection_dim=0"],
+    ),
+    "more positions than the map has": (
+        {"feature_map": "cosformer", "feature_map_kwargs": {"horizon": 64}, "max_position_embeddings": 65},
+        ["max_position_embeddings=65", "horizon=64", "feature_map='cosformer'", "feature_map_kwargs"],
+    ),
+    "map option seed": (
+        {"feature_map": "favor", "feature_map_kwargs": {"seed": -3}},
+        ["seed=-3", "at least 0"],
     ),
     "map option range": (
         {"feature_map": "dpfp", "feature_map_kwargs": {"nu": 16}},

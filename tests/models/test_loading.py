@@ -29,7 +29,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinAttnForSequenceClassification, LinAttnModel
+from hf_linattn import (
+    LinAttnConfig,
+    LinAttnForCausalLM,
+    LinAttnForSequenceClassification,
+    LinAttnModel,
+    make_feature_map,
+)
 
 each_config = pytest.mark.parametrize("name", CONFIGS)
 
@@ -153,6 +159,24 @@ def test_half_a_feature_map_in_the_checkpoint(tmp_path):
     assert info["missing_keys"] == {missing}
     for key, value in again.state_dict().items():
         assert torch.equal(value, torch.eye(6).expand(2, 6, 6) if key == missing else weights[key]), key
+
+
+def test_the_matrix_of_favor_is_that_of_the_checkpoint(tmp_path):
+    """Loaded it is not drawn anew; lacking, it is that of the config's seed; and no cast changes it."""
+    model, drawn = make_model("favor"), make_feature_map("favor", 6, num_features=9, seed=3).projection
+    assert all(torch.equal(layer.self_attn.feature_map.projection, drawn) for layer in model.model.layers)
+    name = "model.layers.1.self_attn.feature_map.projection"
+    model.get_buffer(name).copy_(drawn.flip(1) + 1)
+    model.save_pretrained(tmp_path / "changed")
+    lacking = {key: value for key, value in model.state_dict().items() if "projection" not in key}
+    model.save_pretrained(tmp_path / "lacking", state_dict=lacking)
+    for options in ({}, {"device_map": "cpu"}, {"dtype": torch.bfloat16}):
+        again = reload(tmp_path / "changed", **options).float()
+        assert torch.equal(again.get_buffer(name), model.get_buffer(name).to(options.get("dtype")).float())
+        assert torch.equal(again.get_buffer(name.replace("1", "0", 1)), drawn)
+        again, info = LinAttnForCausalLM.from_pretrained(tmp_path / "lacking", output_loading_info=True, **options)
+        assert {key for key in info["missing_keys"] if "projection" in key} == info["missing_keys"] != set()
+        assert all(torch.equal(layer.self_attn.feature_map.projection.float(), drawn) for layer in again.model.layers)
 
 
 # ---- softmax models

@@ -150,6 +150,13 @@ def test_attentions_are_what_multiplies_the_values(name, padded):
     assert_same_bits([out.logits], [model(ids, attention_mask=mask, use_cache=False).logits])
 
 
+def test_generating_past_the_horizon_says_so():
+    model = make_model("cosformer")
+    assert model.generate(random_ids(1, 290), max_new_tokens=11, do_sample=False).shape == (1, 301)
+    with pytest.raises(ValueError, match="position 300 is outside of the horizon=300 "):
+        model.generate(random_ids(1, 290), max_new_tokens=12, do_sample=False)
+
+
 def test_with_a_cache_earlier_keys_keep_their_share_of_the_attention():
     model, ids = shared_model("gqa"), random_ids(2, 8)
     _, cache = read(model, ids, [5])

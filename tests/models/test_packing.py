@@ -119,7 +119,7 @@ def test_a_mask_of_ones_beside_packing(name):
     compare(model, ids, rows, position_ids=position_ids(rows), attention_mask=torch.ones(2, 9))
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "rmsnorm"])
+@pytest.mark.parametrize("name", ["linear", "conv", "rmsnorm", "cosformer"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_in_a_packed_row(name, way, side):
