@@ -15,7 +15,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from .files import load_state, save_state, state_header
-from .layers import LINEAR_LAYER_TYPE, KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer
+from .layers import (
+    LINEAR_LAYER_TYPE,
+    KernelLinearAttentionLayer,
+    StaticKernelLinearAttentionLayer,
+    register_layers,
+)
 from .rollback import Recorded, next_tail, real_first
 
 
@@ -30,6 +35,7 @@ class LinearAttentionCache(DynamicCache):
     """
 
     def __init__(self, config: PreTrainedConfig, **kwargs: Any):
+        register_layers()
         super().__init__(config=config, **kwargs)
         self.config = config
 
@@ -145,5 +151,6 @@ __all__ = [
     "next_tail",
     "prefetch_next",
     "real_first",
+    "register_layers",
     "state_header",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 from ..ops import LinearAttentionState
 from .rollback import Recorded
@@ -306,7 +306,7 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
     What is recorded for a rollback is kept in a Python list, so `generate()` does not compile while it records.
     """
 
-    _layer_type = None  # registered below: the base class would take the dynamic mapping
+    _layer_type = None  # see register_layers: the base class would take the dynamic mapping
     is_compileable = True  # also while recording: transformers leaves out the mask of other static layers otherwise
 
     def __init__(self, max_cache_len: int, **kwargs: Any):
@@ -410,4 +410,12 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         self.is_initialized = True
 
 
-STATIC_LAYER_TYPE_MAPPING[LINEAR_LAYER_TYPE] = StaticKernelLinearAttentionLayer
+def register_layers() -> None:
+    """Have transformers build the layers of this copy of the code: checkpoints may carry others into the process."""
+    if DYNAMIC_LAYER_TYPE_MAPPING.get(LINEAR_LAYER_TYPE) is not KernelLinearAttentionLayer:
+        DYNAMIC_LAYER_TYPE_MAPPING[LINEAR_LAYER_TYPE] = KernelLinearAttentionLayer
+    if STATIC_LAYER_TYPE_MAPPING.get(LINEAR_LAYER_TYPE) is not StaticKernelLinearAttentionLayer:
+        STATIC_LAYER_TYPE_MAPPING[LINEAR_LAYER_TYPE] = StaticKernelLinearAttentionLayer
+
+
+register_layers()

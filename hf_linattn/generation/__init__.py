@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ..cache import LinearAttentionCache
+from ..cache import LinearAttentionCache, register_layers
 from .assisted import AssistedDecodingMixin
 from .batching import ContinuousBatch, Event
 from .checks import check_continuation, check_token_ids
@@ -48,6 +48,7 @@ class LinearAttentionGenerationMixin(AssistedDecodingMixin, ContinuousBatchingMi
         ):
             model_kwargs["cache"] = LinearAttentionCache(self.config.get_text_config(decoder=True))
             return
+        register_layers()
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -36,8 +37,18 @@ class Choice(NamedTuple):
     reason: str
 
 
+@functools.cache
+def absent(backend: str) -> str | None:
+    """Why a backend other than `"torch"` has no package here, in one line, or `None`: checkpoints carry no kernels."""
+    if importlib.util.find_spec(f"{__package__}.{backend}") is None:
+        return "this code was read from a checkpoint, which carries none; with hf_linattn installed they serve"
+    return None
+
+
 def kernels(backend: str) -> ModuleType:
     """The package of a backend other than `"torch"`, imported on first use."""
+    if absent(backend) is not None:
+        raise RuntimeError(f"backend={backend!r} cannot run this call, for it has no kernels: {absent(backend)}")
     return importlib.import_module(f".{backend}", __package__)
 
 
@@ -68,11 +79,12 @@ def choose(
     name = "native" if wanted == "auto" else wanted
     if name == "native" and causal and q.shape[1] == 1:
         return Choice("torch", "one token is a recurrence, a handful of calls in PyTorch")
-    reason = kernels(name).unsupported(q, k, v, feature_map=feature_map, causal=causal)
+    is_absent = absent(name) is not None
+    reason = absent(name) or kernels(name).unsupported(q, k, v, feature_map=feature_map, causal=causal)
     if reason is None:
         return Choice(name, f"{VARIABLE} names it" if wanted == name else "the fastest here")
     # what no CPU kernel is made for is not worth a word; a kernel that was asked for, or that this machine lacks, is
-    if wanted == name or reason == kernels("native").missing():
+    if wanted == name or is_absent or reason == kernels("native").missing():
         _say_once(f"linear attention runs in PyTorch, without {name} kernels: {reason}")
     return Choice("torch", f"{name}: {reason}")
 
