@@ -10,6 +10,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from ...cache import LINEAR_LAYER_TYPE
 from ...layers import NORMALIZERS, ROPE_POSITIONS
 from ...ops import FEATURE_MAPS, feature_map_class, make_feature_map
+from ..installed import is_carried
 
 FORMAT_VERSION = 1
 LAYER_TYPES = (LINEAR_LAYER_TYPE, "full_attention")
@@ -74,6 +75,14 @@ class LinAttnConfig(LlamaConfig):
         if self.attention_out_bias is None:
             self.attention_out_bias = self.attention_bias
         self._check_sizes()
+        # Where code lies beside a config.json: these classes serve in its place, and are saved without code.
+        auto_map = None if is_carried() else kwargs.pop("auto_map", None)
+        if auto_map and self.feature_map not in FEATURE_MAPS:
+            raise ValueError(
+                f"feature_map={self.feature_map!r} is unknown; choose one of {sorted(FEATURE_MAPS)}, or register the "
+                f"one that the checkpoint carries: transformers.dynamic_module_utils.get_class_from_dynamic_module("
+                f"{auto_map.get('AutoConfig')!r}, folder_or_repo) runs its code"
+            )
         super().__post_init__(**kwargs)
         self._check()
 
@@ -141,6 +150,15 @@ class LinAttnConfig(LlamaConfig):
         """Linear layers can always show their implied weights; full attention layers only in eager mode."""
         if "full_attention" in (self.layer_types or ()):
             super().validate_output_attentions()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Have `save_pretrained` copy the file of this class, where that is code read from a checkpoint.
+
+        transformers calls this for every class that a checkpoint names, also where it is the installed one.
+        """
+        if is_carried() or not cls.__module__.startswith(__package__):
+            super().register_for_auto_class(auto_class)
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:

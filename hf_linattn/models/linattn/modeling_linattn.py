@@ -27,6 +27,7 @@ from ...cache import LINEAR_LAYER_TYPE, LinearAttentionCache, active_layer_types
 from ...generation import LinearAttentionGenerationMixin, check_token_ids
 from ...layers import LinearAttention, ShortConvolution
 from ...ops import FeatureMap
+from ..saving import PortableMixin
 from .configuration_linattn import LinAttnConfig
 from .masks import (
     check_attention_mask,
@@ -64,8 +65,8 @@ class LinAttnDecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class LinAttnPreTrainedModel(PreTrainedModel):
-    """Base of all linear attention decoders: initialisation, loading and what the library may do with them."""
+class LinAttnPreTrainedModel(PortableMixin, PreTrainedModel):
+    """Base of all linear attention decoders: initialisation, loading, saving, what the library may do with them."""
 
     config: LinAttnConfig
     config_class = LinAttnConfig
