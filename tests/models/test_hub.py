@@ -9,6 +9,7 @@ import torch
 import transformers
 from helpers import make_model, random_ids
 from loopback_hub import TOKEN, serve_hub
+from portable_checkpoints import files_in
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_linattn import LinAttnForCausalLM
@@ -37,10 +38,6 @@ def hub(monkeypatch, tmp_path, no_token):
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", huggingface_hub.HfApi(endpoint=server.url))
         yield server
     huggingface_hub.utils.close_session()
-
-
-def files_in(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("portable", [True, False])

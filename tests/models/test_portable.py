@@ -9,14 +9,11 @@ import pytest
 import torch
 import transformers
 from helpers import make_config, make_model, random_ids
+from portable_checkpoints import CUBE, ENTRY, HEADS, code_in, files_in
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     GenerationConfig,
     dynamic_module_utils,
 )
@@ -27,57 +24,11 @@ from hf_linattn import (
     FeatureMap,
     LinAttnConfig,
     LinAttnForCausalLM,
-    LinAttnForQuestionAnswering,
-    LinAttnForSequenceClassification,
-    LinAttnForTokenClassification,
-    LinAttnModel,
     register_feature_map,
 )
 from hf_linattn.models.portable import folder as folders
 from hf_linattn.models.portable import rewrite
 from hf_linattn.ops import backends
-
-HEADS = {
-    AutoModel: LinAttnModel,
-    AutoModelForCausalLM: LinAttnForCausalLM,
-    AutoModelForSequenceClassification: LinAttnForSequenceClassification,
-    AutoModelForTokenClassification: LinAttnForTokenClassification,
-    AutoModelForQuestionAnswering: LinAttnForQuestionAnswering,
-}
-ENTRY = "modeling_linattn"
-
-CUBE = '''\
-"""A map of a user."""
-
-import math
-
-from torch import Tensor
-
-from hf_linattn import (
-    FeatureMap,
-    register_feature_map,
-)
-from hf_linattn.ops.feature_maps import Hedgehog as Base
-
-
-@register_feature_map("{name}")
-class Cube(FeatureMap):
-    base = Base
-    is_nonnegative = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        from hf_linattn.ops import FEATURE_MAPS
-
-        return math.pi * x**3 if "{name}" in FEATURE_MAPS else x
-'''
-
-
-def files_in(path):
-    return {item.name: item.read_bytes() for item in path.iterdir()}
-
-
-def code_in(path):
-    return {item.stem: item.read_text() for item in path.glob("*.py")}
 
 
 @pytest.fixture(scope="module")
