@@ -38,16 +38,20 @@ class PortableMixin:
         """
         write = super().save_pretrained
         if not portable or is_carried():
-            return write(save_directory, *args, **kwargs)
+            if not kwargs.get("push_to_hub"):
+                return write(save_directory, *args, **kwargs)
+            with _credentials(_repo_id(save_directory, kwargs), kwargs.get("token")):
+                return write(save_directory, *args, **kwargs)
         if args:
             raise TypeError(f"portable=True takes the other arguments by name, got {len(args)} without one")
         # Not an import statement: a checkpoint carries the modules that those name, and this one writes checkpoints.
-        portable = importlib.import_module("..models.portable", __package__)
+        portable = importlib.import_module(".portable", __package__)
         if kwargs.pop("push_to_hub", False):
             names = ("commit_message", "private", "token", "create_pr", "max_shard_size")
-            repo_id = kwargs.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            repo_id = _repo_id(save_directory, kwargs)
             self.push_to_hub(repo_id, portable=True, **{name: kwargs[name] for name in names if name in kwargs})
-            kwargs = {name: kwargs[name] for name in kwargs if name not in names or name == "max_shard_size"}
+            for name in {*names, "repo_id"} - {"max_shard_size"}:
+                kwargs.pop(name, None)
         return portable.save_portable(self, save_directory, write, **kwargs)
 
     def push_to_hub(self, repo_id: str, *, portable: bool = False, **kwargs: Any):
@@ -77,6 +81,10 @@ class _PortableModel(PushToHubMixin):
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         self.model.save_pretrained(save_directory, portable=True, **kwargs)
+
+
+def _repo_id(save_directory: str | os.PathLike, kwargs: dict[str, Any]) -> str:
+    return kwargs.get("repo_id") or os.path.basename(os.path.abspath(save_directory))
 
 
 @contextmanager

@@ -58,7 +58,7 @@ with warnings.catch_warnings(record=True) as caught:
     os.environ["HF_LINATTN_BACKEND"] = "torch"
 results["warnings"] = [str(warning.message) for warning in caught]
 
-generate = pipeline("text-generation", model=tiny, tokenizer=task["tokenizer"], **trust)
+generate = pipeline("text-generation", model=tiny, **trust)
 results["pipeline"] = generate("abc", max_new_tokens=4, do_sample=False)[0]["generated_text"]
 
 results["config"] = type(AutoConfig.from_pretrained(tiny, **trust)).__name__

@@ -94,7 +94,7 @@ def test_no_token_is_said_in_one_line(portable, no_token, tmp_path, monkeypatch)
         make_model().push_to_hub("user/tiny", portable=portable)
     assert "\n" not in str(error.value)
     with pytest.raises(PermissionError, match="^pushing to 'tiny' needs a token"):
-        make_model().save_pretrained("tiny", portable=True, push_to_hub=True)
+        make_model().save_pretrained("tiny", portable=portable, push_to_hub=True)
     assert os.listdir(tmp_path) == []
 
 

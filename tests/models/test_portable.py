@@ -305,6 +305,11 @@ def test_a_fault_leaves_the_folder_as_it_was(fault, exists, monkeypatch, tmp_pat
     assert LinAttnForCausalLM.from_pretrained(path).config.conv_kernel_size == 0
 
 
+def test_other_ranks_write_nothing(tmp_path):
+    make_model().save_pretrained(tmp_path / "tiny", portable=True, is_main_process=False)
+    assert files_in(tmp_path / "tiny") == {}
+
+
 # ---- how modules become files
 
 

@@ -56,6 +56,7 @@ def folders(models, tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     for name, model in models.items():
         model.save_pretrained(root / name, portable=True)
+    tokenizer_of().save_pretrained(root / "tiny")
     return {name: root / name for name in models}
 
 
@@ -97,7 +98,6 @@ def bare(folders, classifier, packages, environment, tmp_path_factory):
     """The results where the package is not installed."""
     work = tmp_path_factory.mktemp("bare")
     classifier.save_pretrained(work / "saved_classifier", portable=True)
-    tokenizer_of().save_pretrained(work / "tokenizer")
     with serve_hub() as hub:
         hub.repos["user/remote-1.0"] = files_in(folders["remote"])
         task = {
@@ -105,7 +105,6 @@ def bare(folders, classifier, packages, environment, tmp_path_factory):
             "folders": {name: folders[name] for name in ("tiny", "cube")},
             "repos": {"remote": "user/remote-1.0"},
             "classifier": work / "saved_classifier",
-            "tokenizer": work / "tokenizer",
             "ids": IDS.tolist(),
             "work": work,
         }
