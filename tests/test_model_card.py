@@ -28,9 +28,8 @@ from hf_linattn.model_card.sections import FIGURES, SECTIONS
 CARDS = Path(__file__).parents[1] / "model_cards"
 DEMO = CARDS / "demo"
 # Studies compare many small models and have tables instead of a card.
-WITH_A_MODEL = sorted(
-    path.parent for path in CARDS.glob("*/results.json") if json.loads(path.read_text())["kind"] != "study"
-)
+RESULTS = {path.parent: json.loads(path.read_text())["kind"] for path in CARDS.glob("*/results.json")}
+WITH_A_MODEL = sorted(folder for folder, kind in RESULTS.items() if not kind.endswith("study"))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..benchmark.tables import bytes_text, percent_text
+from ..benchmark.text import bytes_text, percent_text
 from .evidence import Evidence, Fields, Part
 from .metadata import is_linear
 

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..benchmark.tables import TITLES, bytes_text, milliseconds_text, render, settings_text, table
+from ..benchmark.tables import TITLES, render, settings_text
+from ..benchmark.text import bytes_text, milliseconds_text, table
 from .evidence import RESULTS, BadResult, Evidence, Fields, Part
 from .limits import machine_text, write_limits
 from .markdown import fenced, folded, link, quoted
