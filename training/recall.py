@@ -47,7 +47,7 @@ class Scale:
 
 SCALES = {
     "quick": Scale(32, 24, (2, 4), 16, 2, 2, 3, 4, (3e-3, 1e-2), (0, 1), 8),
-    "cpu": Scale(48, 48, (4, 8, 16), 32, 2, 2, 600, 32, (5e-3, 1e-2), (0, 1, 2), 256),
+    "cpu": Scale(48, 48, (4, 8, 16), 32, 2, 2, 700, 32, (5e-3, 1e-2), (0, 1, 2), 256),
     "full": Scale(
         8192, 512, (16, 32, 64, 128), 128, 8, 2, 50_000, 128, (3e-4, 1e-3, 3e-3, 1e-2), (0, 1, 2), 1000, MIXES, 0.02
     ),
@@ -80,7 +80,7 @@ def new_model(scale: Scale, variant: Variant) -> LinAttnForCausalLM:
         scale.length,
         vocab_size=scale.vocab_size,
         hidden_size=scale.hidden_size,
-        intermediate_size=2 * scale.hidden_size,
+        intermediate_size=scale.hidden_size,
         num_attention_heads=scale.heads,
         max_position_embeddings=scale.length,
         initializer_range=scale.initializer_range,
@@ -104,6 +104,7 @@ def run(scale: Scale, variant: Variant, learning_rate: float, seed: int, device:
         warmup_steps=scale.steps // 10,
         learning_rate=learning_rate,
         weight_decay=0.01,
+        schedule="wsd",
         adam_beta2=0.98,
     )
     optimizer = make_optimizer(model, config, torch.device(device))
