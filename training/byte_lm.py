@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 import variants
 from config import PretrainConfig
 from data import IGNORE, BlockStream, Corpus, PackedTokens, byte_tokenizer, load_corpus, tokenize
-from evaluate import by_context, token_losses
 from hf_linattn import LinAttnForCausalLM
 from loop import causal_loss, make_optimizer, make_schedule
+from measures import by_context, token_losses
 from variants import Variant, cache_bytes
 
 REPEAT = 12
@@ -46,7 +46,7 @@ class Scale:
 
 
 SCALES = {
-    "quick": Scale("python_stdlib", 32, 16, 2, 2, 2, 2, (3e-3,), (0, 1), 600),
+    "quick": Scale("python_stdlib", 32, 16, 2, 2, 2, 2, (3e-3,), (0, 1), 6000),
     "cpu": Scale("python_stdlib", 256, 128, 8, 3, 300, 8, (5e-3,), (0, 1), 65_536),
     "full": Scale(
         "python_stdlib", 2048, 512, 32, 8, 10_000, 32, (1e-3, 3e-3), (0, 1, 2), 400_000, (*MIXES, (True, True))
@@ -112,7 +112,7 @@ def run(scale: Scale, variant: Variant, learning_rate: float, seed: int, device:
     firsts = [text[: len(text) // 2] for text in corpus.held_out_texts]
     tests = [text[len(text) // 2 :] for text in corpus.held_out_texts]
     nats, _, copied = read_text(model, firsts, scale.block_size, scale.batch_size)
-    validation = nats.mean().item() / math.log(2)
+    validation = mean_bits(nats)
     nats, _, copied = read_text(model, tests, scale.block_size, scale.batch_size)
     long_nats, before, _ = read_text(model, tests, LONGER * scale.block_size, max(1, scale.batch_size // LONGER))
     totals, counts = torch.zeros(2, LONGER * scale.block_size, dtype=torch.float64)
@@ -123,12 +123,21 @@ def run(scale: Scale, variant: Variant, learning_rate: float, seed: int, device:
         "cache_bytes": cache_bytes(model, torch.zeros(1, scale.block_size, dtype=torch.long, device=device)),
         "losses": losses,
         "validation": validation,
-        "bits_per_byte": nats.sum().item() / math.log(2) / sum(len(text.encode()) for text in tests),
-        "bits_of_repeated": nats[copied].mean().item() / math.log(2),
-        "bits_of_others": nats[~copied].mean().item() / math.log(2),
+        "bits_per_byte": finite(nats.sum().item() / math.log(2) / sum(len(text.encode()) for text in tests)),
+        "bits_of_repeated": mean_bits(nats[copied]),
+        "bits_of_others": mean_bits(nats[~copied]),
         "part_repeated": copied.double().mean().item(),
         "by_context": by_context(totals, counts),
     }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no word for what is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def mean_bits(nats: Tensor) -> float | None:
+    return finite(nats.mean().item() / math.log(2))
 
 
 def read_text(
@@ -164,4 +173,4 @@ def repeated(batch: dict[str, Tensor]) -> Tensor:
 
 def score(run: dict[str, Any]) -> float:
     """What a learning rate is chosen by; more is better."""
-    return -run["validation"]
+    return -math.inf if run["validation"] is None else -run["validation"]

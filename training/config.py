@@ -192,6 +192,11 @@ class EvaluateConfig(TextConfig):
         super().__post_init__()
         if self.model_name_or_path is None:
             raise ConfigError("give model_name_or_path: the checkpoint to evaluate")
+        if self.whole and self.baselines and self.eval_dataset is None:
+            raise ConfigError(
+                "baselines with whole: true would measure a 6-gram on what it was counted on; name other text with "
+                "eval_dataset, or leave one of them out"
+            )
 
 
 Kind = TypeVar("Kind", bound=Config)

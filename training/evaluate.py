@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.nn.functional import cross_entropy, pad
 
 from baselines import measure_baselines
 from config import EvaluateConfig, read_config
-from data import IGNORE, PackedTokens, pad_token, read_held_out, tokenize
+from data import PackedTokens, pad_token, read_held_out, tokenize
 from hf_linattn.benchmark.record import record, write_json
 from loop import check_precision, held_out_batches, run_script, set_threads
+from measures import by_context, token_losses
 from models import load_model, load_tokenizer
 from sources import is_held_out, read_documents
 
@@ -80,16 +80,6 @@ def by_position(
     return accelerator.reduce(nats, "sum").cpu(), accelerator.reduce(tokens, "sum").cpu()
 
 
-@torch.no_grad()
-def token_losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nats that predicting each token of a batch of blocks costs, and whether it is to be predicted, both [B, T]."""
-    labels = batch["labels"][:, 1:]
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE)
-    return pad(losses.view_as(labels), (1, 0)), batch["labels"] != IGNORE
-
-
 def summary(nats: torch.Tensor, tokens: torch.Tensor, texts: list[str]) -> dict[str, Any]:
     """Bits per byte of the text, per token, and per token by powers of two of the context."""
     size, count, total = sum(len(text.encode()) for text in texts), tokens.sum().item(), nats.sum().item()
@@ -102,21 +92,6 @@ def summary(nats: torch.Tensor, tokens: torch.Tensor, texts: list[str]) -> dict[
         "perplexity": math.exp(min(700.0, total / count)),
         "by_context": by_context(nats, tokens),
     }
-
-
-def by_context(nats: torch.Tensor, tokens: torch.Tensor) -> list[dict[str, Any]]:
-    """Bits per token by powers of two of the context, of sums by position, both [T]."""
-    edges = [1, *(2**i for i in range(1, 64) if 2**i < len(tokens)), len(tokens)]
-    return [
-        {
-            "from": low,
-            "to": high - 1,
-            "tokens": int(tokens[low:high].sum()),
-            "bits_per_token": nats[low:high].sum().item() / math.log(2) / max(1, int(tokens[low:high].sum())),
-        }
-        for low, high in zip(edges, edges[1:])
-        if tokens[low:high].sum() > 0
-    ]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ where it was. Writes results.json and figures to model_cards/<study> (or --out).
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 from collections.abc import Iterable
@@ -55,10 +54,10 @@ class Job:
         return folder / f"{name}-lr{self.learning_rate:g}-seed{self.seed}.json"
 
 
-def do(job: Job, folder: Path, threads: int, device: str) -> dict[str, Any]:
+def do(job: Job, folder: Path, threads: int, device: str, made: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(threads)
     result = STUDIES[job.study].run(job.scale, job.variant, job.learning_rate, job.seed, device)
-    result = {"settings": job.settings(), "record": record(job.seed), **result}
+    result = {"settings": job.settings(), "record": {**made, "seed": job.seed}, **result}
     write_json(job.path(folder), result)
     return result
 
@@ -78,7 +77,9 @@ def finished(job: Job, folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def do_all(jobs: list[Job], folder: Path, processes: int, device: str, bar: tqdm) -> dict[Job, dict[str, Any]]:
+def do_all(
+    jobs: list[Job], folder: Path, processes: int, device: str, made: dict[str, Any], bar: tqdm
+) -> dict[Job, dict[str, Any]]:
     """The results of all jobs, from their files where they are done."""
     results = {job: result for job in jobs if (result := finished(job, folder)) is not None}
     bar.update(len(results))
@@ -86,7 +87,7 @@ def do_all(jobs: list[Job], folder: Path, processes: int, device: str, bar: tqdm
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         threads = max(1, cores // processes)
-        waiting = {pool.submit(do, job, folder, threads, device): job for job in jobs if job not in results}
+        waiting = {pool.submit(do, job, folder, threads, device, made): job for job in jobs if job not in results}
         try:
             for future in as_completed(waiting):
                 results[waiting[future]] = future.result()
@@ -98,16 +99,12 @@ def do_all(jobs: list[Job], folder: Path, processes: int, device: str, bar: tqdm
 
 
 def best(results: dict[Job, dict[str, Any]], study: ModuleType) -> dict[Variant, Job]:
-    """The job of each variant with the best score; one that diverged has none."""
-
-    def key(job: Job) -> float:
-        value = study.score(results[job])
-        return value if math.isfinite(value) else -math.inf
+    """The job of each variant with the best score."""
 
     by_variant: dict[Variant, list[Job]] = {}
     for job in results:
         by_variant.setdefault(job.variant, []).append(job)
-    return {variant: max(jobs, key=key) for variant, jobs in by_variant.items()}
+    return {variant: max(jobs, key=lambda job: study.score(results[job])) for variant, jobs in by_variant.items()}
 
 
 def run_study(
@@ -119,13 +116,13 @@ def run_study(
     variants = [v for v in all_variants(scale.mixes) if not only or v.feature_map is None or v.feature_map in only]
     first, *others = scale.seeds
     rates = scale.learning_rates
-    started = record()
+    made = record()  # of the code as it is now; the working tree may change while the study runs
     with tqdm(total=len(variants) * (len(rates) + len(others)), desc=name, unit="run", smoothing=0) as bar:
         jobs = [Job(name, scale, v, lr, first) for v in variants for lr in rates]
-        grid = do_all(jobs, folder, processes, device, bar)
+        grid = do_all(jobs, folder, processes, device, made, bar)
         chosen = best(grid, study)
         rest = [Job(name, scale, v, chosen[v].learning_rate, seed) for v in variants for seed in others]
-        repeats = do_all(rest, folder, processes, device, bar)
+        repeats = do_all(rest, folder, processes, device, made, bar)
     rows = []
     for variant in variants:
         job = chosen[variant]
@@ -141,7 +138,7 @@ def run_study(
                 "commits": sorted({str(run["record"]["commit"]) for run in runs.values()}),
             }
         )
-    return {"kind": f"{name} study", "record": started, "scale_name": scale_name, "scale": asdict(scale), "rows": rows}
+    return {"kind": f"{name} study", "record": made, "scale_name": scale_name, "scale": asdict(scale), "rows": rows}
 
 
 def without(result: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -35,7 +35,9 @@ def bits_of(field: str = "bits_per_byte") -> Callable[[Row], list[float]]:
 
 
 def spread(values: list[float], digits: int) -> str:
-    """The mean over seeds and their standard deviation."""
+    """The mean over seeds and their standard deviation; where a seed has no finite result, how many have."""
+    if missing := sum(value is None for value in values):
+        return f"{len(values) - missing} of {len(values)} finite"
     mean = f"{statistics.fmean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
@@ -157,6 +159,7 @@ def plot_bytes(result: dict[str, Any], folder: Path) -> list[Path]:
     dots(left, result, bits_of())
     label(left, "Bits per byte, held-out (mean of seeds, bar: lowest to highest)", "", "")
     convolved = [row for cells in by_map(result).values() if (row := cells.get((True, False)))]
+    convolved = [row for row in convolved if None not in bits_of()(row)]
     convolved.sort(key=lambda row: statistics.fmean(bits_of()(row)))
     chosen = [softmax_row(result), convolved[0], convolved[-1]] if convolved else [softmax_row(result)]
     for row, style in zip(chosen, (STYLES[1], STYLES[0], STYLES[2])):
@@ -193,7 +196,10 @@ def dots(axes: Any, result: dict[str, Any], measure: Callable[[Row], list[float]
         for place, cells in enumerate(maps.values()):
             if mix not in cells:
                 continue
-            values, y = measure(cells[mix]), place + 0.14 * (column - (len(columns) - 1) / 2)
+            values = [value for value in measure(cells[mix]) if value is not None]
+            if not values:
+                continue
+            y = place + 0.14 * (column - (len(columns) - 1) / 2)
             axes.plot([min(values), max(values)], [y, y], color=style["color"], linewidth=1)
             axes.plot(statistics.fmean(values), y, label=MIX_NAMES[mix] if shown else None, markersize=4.5, **style)
             shown = False

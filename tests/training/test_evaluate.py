@@ -66,6 +66,8 @@ def test_all_of_a_text_and_its_baselines(arguments, tmp_path, corpus_file):
     whole = evaluate(*common, "--whole", True)
     assert whole["documents"] == 120 > part["documents"]
     assert set(part["baselines"]) == {"gzip", "6-gram"}
+    with pytest.raises(ConfigError, match="baselines with whole: true"):
+        evaluate(*common, "--whole", True, "--baselines", True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The studies: their data, their measures, and that a stopped one goes on where it was."""
 
 import json
+import math
 from concurrent.futures import Future
 
 import pytest
@@ -13,6 +14,7 @@ from config import ConfigError
 from data import IGNORE
 from hf_linattn import FEATURE_MAPS
 from hf_linattn.benchmark.readme import fill
+from hf_linattn.benchmark.studies import spread
 from variants import CHANGED, CHANGES, Variant, all_variants
 
 QUICK = recall.SCALES["quick"]
@@ -163,6 +165,9 @@ def test_a_run_of_other_settings_is_not_taken_for_this_one(run_study, tmp_path):
 
 
 def test_a_diverged_run_is_never_chosen():
-    jobs = [study.Job("recall", QUICK, Variant("exp"), rate, 0) for rate in (1e-3, 1e-2)]
-    results = {jobs[0]: {"validation": float("nan")}, jobs[1]: {"validation": 0.1}}
-    assert study.best(results, recall) == {Variant("exp"): jobs[1]}
+    jobs = [study.Job("bytes", byte_lm.SCALES["quick"], Variant("exp"), rate, 0) for rate in (1e-3, 1e-2)]
+    results = {jobs[0]: {"validation": byte_lm.mean_bits(torch.tensor([torch.nan]))}, jobs[1]: {"validation": 9.0}}
+    assert study.best(results, byte_lm) == {Variant("exp"): jobs[1]}
+    assert byte_lm.mean_bits(torch.tensor([1.0, 2.0])) == pytest.approx(1.5 / math.log(2))
+    assert spread([1.0, None, 2.0], 1) == "2 of 3 finite"
+    assert spread([1.0, 2.0], 2) == "1.50 ± 0.71"
