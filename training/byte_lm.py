@@ -43,6 +43,7 @@ class Scale:
     eval_bytes: int
     mixes: tuple[tuple[bool, bool], ...] = MIXES
     initializer_range: float = 0.02
+    narrow: bool = False
 
 
 SCALES = {

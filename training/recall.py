@@ -43,6 +43,7 @@ class Scale:
     test_sequences: int
     mixes: tuple[tuple[bool, bool], ...] = MIXES
     initializer_range: float = 0.15
+    narrow: bool = True
 
 
 SCALES = {

@@ -47,7 +47,9 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """All that decides what comes out, as JSON has it."""
-        return json.loads(json.dumps(asdict(self)))
+        length = getattr(self.scale, "length", None) or byte_lm.LONGER * self.scale.block_size
+        fields = self.variant.fields(self.scale.layers, length)
+        return json.loads(json.dumps({**asdict(self), "fields": fields}))
 
     def path(self, folder: Path) -> Path:
         name = self.variant.name.replace(" + ", "+").replace(" ", "_")
@@ -113,7 +115,9 @@ def run_study(
     """Both stages, and everything that was measured in one dictionary."""
     study = STUDIES[name]
     scale = study.SCALES[scale_name]
-    variants = [v for v in all_variants(scale.mixes) if not only or v.feature_map is None or v.feature_map in only]
+    variants = [
+        v for v in all_variants(scale.mixes, scale.narrow) if not only or v.feature_map is None or v.feature_map in only
+    ]
     first, *others = scale.seeds
     rates = scale.learning_rates
     made = record()  # of the code as it is now; the working tree may change while the study runs

@@ -18,6 +18,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rmsnorm": {"normalizer": "rmsnorm"},
 }
 CHANGED = ("elu1", "exp", "hedgehog")
+# Less room for the state, measured on every map with a convolution, and on softmax attention.
+NARROW: dict[str, dict[str, Any]] = {
+    "one head of 16": {"num_attention_heads": 1, "head_dim": 16},
+    "one head of 8": {"num_attention_heads": 1, "head_dim": 8},
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Variant:
         feature_map: a name of the registry; `None` is softmax attention in every layer, the reference.
         conv: a short convolution on q, k and v; it takes the place of RoPE in the linear layers.
         full: the last layer keeps softmax attention.
-        change: a key of `CHANGES`, or "".
+        change: a key of `CHANGES` or `NARROW`, or "".
     """
 
     feature_map: str | None
@@ -43,8 +48,9 @@ class Variant:
 
     def fields(self, layers: int, length: int) -> dict[str, Any]:
         """Fields of `LinAttnConfig`, for so many layers and for sequences of so many tokens."""
+        change = (CHANGES | NARROW).get(self.change, {})
         if self.feature_map is None:
-            return {"layer_types": ["full_attention"] * layers}
+            return {"layer_types": ["full_attention"] * layers} | change
         linear = layers - self.full
         fields: dict[str, Any] = {
             "layer_types": ["kernel_linear_attention"] * linear + ["full_attention"] * self.full,
@@ -55,14 +61,17 @@ class Variant:
             "qk_norm": False,
             "rope_position": "none" if self.conv else "before",
         }
-        return fields | CHANGES.get(self.change, {})
+        return fields | change
 
 
-def all_variants(mixes: tuple[tuple[bool, bool], ...]) -> list[Variant]:
-    """Softmax attention, every map in every mix of (conv, full), and every change of some of them."""
+def all_variants(mixes: tuple[tuple[bool, bool], ...], narrow: bool) -> list[Variant]:
+    """Softmax attention, every map in every mix of (conv, full), every change of some of them, and narrow ones."""
     maps = [Variant(name, conv, full) for name in FEATURE_MAPS for conv, full in mixes]
     changes = [Variant(name, conv=True, change=change) for name in CHANGED for change in CHANGES]
-    return [Variant(None), *maps, *changes]
+    narrow_ones = [
+        Variant(name, conv=name is not None, change=change) for name in (None, *FEATURE_MAPS) for change in NARROW
+    ]
+    return [Variant(None), *maps, *changes, *(narrow_ones if narrow else ())]
 
 
 def new_model(variant: Variant, layers: int, length: int, **fields: Any) -> LinAttnForCausalLM:
@@ -75,8 +84,7 @@ def new_model(variant: Variant, layers: int, length: int, **fields: Any) -> LinA
             pad_token_id=None,
             bos_token_id=None,
             eos_token_id=None,
-            **fields,
-            **variant.fields(layers, length),
+            **{**fields, **variant.fields(layers, length)},
         )
         return LinAttnForCausalLM(config)
 

@@ -56,7 +56,7 @@ def by_map(result: dict[str, Any]) -> dict[str, dict[tuple[bool, bool], Row]]:
 
 
 def softmax_row(result: dict[str, Any]) -> Row:
-    return next(row for row in result["rows"] if row["feature_map"] is None)
+    return next(row for row in result["rows"] if row["feature_map"] is None and not row["change"])
 
 
 def limits(result: dict[str, Any]) -> str:
@@ -93,26 +93,54 @@ def study_tables(
         line += [spread(extra(shown), digits) for _, extra in more]
         rows.append([*line, bytes_text(shown["runs"][0]["cache_bytes"])])
     header = [what, *(MIX_NAMES[mix] for mix in columns), *(name for name, _ in more), "cache"]
-    parts = [table(header, rows), changes_table(result, measure, digits, what), limits(result)]
-    return "\n".join(part for part in parts if part)
-
-
-def changes_table(result: dict[str, Any], measure: Callable[[Row], list[float]], digits: int, what: str) -> str:
-    """Single changes of maps with a convolution, beside the same map without the change."""
-    changed = [row for row in result["rows"] if row["change"]]
-    if not changed:
-        return ""
-    names = list(dict.fromkeys(row["change"] for row in changed))
-    rows = []
-    for feature_map in dict.fromkeys(row["feature_map"] for row in changed):
-        cells = {row["change"]: row for row in changed if row["feature_map"] == feature_map}
-        plain = by_map(result)[feature_map][True, False]
-        cells_text = [spread(measure(cells[name]), digits) if name in cells else "" for name in names]
-        rows.append([f"{feature_map} with convolution", spread(measure(plain), digits), *cells_text])
-    return table([what, "as above", *(CHANGE_NAMES[name] for name in names)], rows)
+    parts = [table(header, rows), narrow_table(result, measure, digits), changes_table(result, measure, digits)]
+    return "\n".join(part for part in [*parts, limits(result)] if part)
 
 
 CHANGE_NAMES = {"rope": "RoPE too", "qk_norm": "qk norm", "rmsnorm": "rmsnorm for the denominator"}
+
+
+def by_change(result: dict[str, Any]) -> dict[str | None, dict[str, Row]]:
+    """Rows with a convolution (and softmax attention), by feature map and change; "" is the one without."""
+    found: dict[str | None, dict[str, Row]] = {}
+    for row in result["rows"]:
+        if row["feature_map"] is None or (row["conv"] and not row["full"]):
+            found.setdefault(row["feature_map"], {})[row["change"]] = row
+    return found
+
+
+def changes_table(result: dict[str, Any], measure: Callable[[Row], list[float]], digits: int) -> str:
+    """Single changes of maps with a convolution, beside the same map without the change."""
+    maps = {name: cells for name, cells in by_change(result).items() if any(c in CHANGE_NAMES for c in cells)}
+    if not maps:
+        return ""
+    rows = [
+        [str(name), *(spread(measure(cells[c]), digits) if c in cells else "" for c in ("", *CHANGE_NAMES))]
+        for name, cells in maps.items()
+    ]
+    return table(["with convolution", "as above", *CHANGE_NAMES.values()], rows)
+
+
+def narrow_table(result: dict[str, Any], measure: Callable[[Row], list[float]], digits: int) -> str:
+    """Less room for the state: fewer and smaller heads, each with the bytes that are kept of a sequence."""
+    maps = by_change(result)
+    names = [
+        name for name in dict.fromkeys(c for cells in maps.values() for c in cells) if name and name not in CHANGE_NAMES
+    ]
+    if not names:
+        return ""
+    rows = []
+    for cells in maps.values():
+        line = [cells[""]["feature_map"] or softmax_row(result)["name"]]
+        for name in ("", *names):
+            if name not in cells:
+                line += ["", ""]
+                continue
+            line += [spread(measure(cells[name]), digits), bytes_text(cells[name]["runs"][0]["cache_bytes"])]
+        rows.append(line)
+    heads = f"{result['scale']['heads']} heads of {result['scale']['hidden_size'] // result['scale']['heads']}"
+    header = ["with convolution", *(text for name in (heads, *names) for text in (name, "cache"))]
+    return table(header, rows)
 
 
 def recall_tables(result: dict[str, Any]) -> str:
@@ -133,23 +161,21 @@ def plot_recall(result: dict[str, Any], folder: Path) -> list[Path]:
     fig, (left, right) = figure(2, height=0.34 * len(by_map(result)) + 1.6)
     dots(left, result, recall_of(result))
     label(left, f"Recall of {hardest(result)} pairs, % (mean of seeds, bar: lowest to highest)", "", "")
-    for mix, style in MIX_STYLES.items():
-        cells = [row for cells in by_map(result).values() if (row := cells.get(mix))]
-        if cells and not mix[1]:
-            x = [row["runs"][0]["cache_bytes"] for row in cells]
-            right.plot(x, [statistics.fmean(recall_of(result)(row)) for row in cells], label=MIX_NAMES[mix], **style)
-            for row in cells if mix[0] else ():
-                at = (row["runs"][0]["cache_bytes"], statistics.fmean(recall_of(result)(row)))
-                right.annotate(row["feature_map"], at, xytext=(4, -9), textcoords="offset points", fontsize=7)
-    reference = softmax_row(result)
-    right.plot(
-        reference["runs"][0]["cache_bytes"], statistics.fmean(recall_of(result)(reference)), label=reference["name"],
-        **SOFTMAX_STYLE,
-    )  # fmt: skip
+    for name, cells in by_change(result).items():
+        sizes = [row for change, row in cells.items() if change not in CHANGE_NAMES]
+        sizes.sort(key=lambda row: row["runs"][0]["cache_bytes"])
+        x = [row["runs"][0]["cache_bytes"] for row in sizes]
+        y = [statistics.fmean(recall_of(result)(row)) for row in sizes]
+        style = SOFTMAX_STYLE if name is None else MIX_STYLES[True, False]
+        right.plot(x, y, **{**style, "linestyle": "-", "linewidth": 0.6, "markersize": 4})
+        right.annotate(
+            name or "softmax", (x[0], y[0]), xytext=(-4, 0), textcoords="offset points", ha="right", va="center",
+            fontsize=7, color=style["color"],
+        )  # fmt: skip
     right.set_xscale("log", base=2)
-    label(right, "Recall against the bytes that are kept of a sequence", "bytes", "%")
+    label(right, "The same with convolution and less room, against the bytes kept of a sequence", "", "%")
+    right.margins(x=0.15)
     byte_axis(right)
-    right.legend(fontsize=8, frameon=False, loc="lower right")
     return [save(fig, folder / "recall.png")]
 
 
