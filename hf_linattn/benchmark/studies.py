@@ -160,7 +160,7 @@ def plot_recall(result: dict[str, Any], folder: Path) -> list[Path]:
     """recall.png: every map in every mix, beside softmax attention; and accuracy against the size of the cache."""
     fig, (left, right) = figure(2, height=0.34 * len(by_map(result)) + 1.6)
     dots(left, result, recall_of(result))
-    label(left, f"Recall of {hardest(result)} pairs, % (mean of seeds, bar: lowest to highest)", "", "")
+    label(left, f"Recall of {hardest(result)} pairs, % (mean and range of seeds)", "", "")
     for name, cells in by_change(result).items():
         sizes = [row for change, row in cells.items() if change not in CHANGE_NAMES]
         sizes.sort(key=lambda row: row["runs"][0]["cache_bytes"])
@@ -173,7 +173,7 @@ def plot_recall(result: dict[str, Any], folder: Path) -> list[Path]:
             fontsize=7, color=style["color"],
         )  # fmt: skip
     right.set_xscale("log", base=2)
-    label(right, "The same with convolution and less room, against the bytes kept of a sequence", "", "%")
+    label(right, "With convolution and less room, %", "bytes kept of a sequence", "")
     right.margins(x=0.15)
     byte_axis(right)
     return [save(fig, folder / "recall.png")]
@@ -183,7 +183,7 @@ def plot_bytes(result: dict[str, Any], folder: Path) -> list[Path]:
     """bytes.png: every map, beside softmax attention; and the loss by context of a few."""
     fig, (left, right) = figure(2, height=0.34 * len(by_map(result)) + 1.6)
     dots(left, result, bits_of())
-    label(left, "Bits per byte, held-out (mean of seeds, bar: lowest to highest)", "", "")
+    label(left, "Held-out bits per byte (mean and range of seeds)", "", "")
     convolved = [row for cells in by_map(result).values() if (row := cells.get((True, False)))]
     convolved = [row for row in convolved if None not in bits_of()(row)]
     convolved.sort(key=lambda row: statistics.fmean(bits_of()(row)))
@@ -199,7 +199,7 @@ def plot_bytes(result: dict[str, Any], folder: Path) -> list[Path]:
         textcoords="offset points", ha="right", va="top", fontsize=8, color="#555555",
     )  # fmt: skip
     right.set_xscale("log", base=2)
-    label(right, "Bits a byte by its context: softmax, best and worst with convolution", "bytes before it", "")
+    label(right, "Softmax, best and worst with convolution", "bytes of context", "bits per byte")
     right.legend(fontsize=8, frameon=False)
     return [save(fig, folder / "bytes.png")]
 

@@ -3,6 +3,7 @@
 import json
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,8 +89,10 @@ def test_every_variant_is_equally_large(variant):
 
 
 @pytest.fixture
-def run_study(tmp_path, monkeypatch, capsys):
-    """Runs a study in this process, in two maps; returns its results, and which jobs were worked on."""
+def run_study(tmp_path, corpus_file, monkeypatch):
+    """Runs a study in this process, of one map; returns its results, and which jobs were worked on."""
+    quick = replace(byte_lm.SCALES["quick"], dataset=str(corpus_file))
+    monkeypatch.setitem(byte_lm.SCALES, "quick", quick)
 
     class InProcess:
         def __init__(self, *_, **__):

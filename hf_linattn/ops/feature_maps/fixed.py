@@ -100,11 +100,18 @@ class Taylor2(FeatureMap):
         second = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2) / math.sqrt(2 * dim)
         return torch.cat([torch.ones_like(x[..., :1]), x / dim**0.25, second], -1)
 
+    def map_into(self, out: Tensor, x: Tensor, scratch: Tensor) -> None:
+        dim = x.shape[-1]
+        out[..., 0] = 1
+        torch.div(x, dim**0.25, out=out[..., 1 : 1 + dim])
+        torch.div(x, (2 * dim) ** 0.25, out=scratch)
+        torch.mul(scratch.unsqueeze(-1), scratch.unsqueeze(-2), out=out[..., 1 + dim :].unflatten(-1, (dim, dim)))
+
     def vjp(self, x: Tensor, phi: Tensor, grad: Tensor) -> Tensor:
         dim = x.shape[-1]
         second = grad[..., 1 + dim :].unflatten(-1, (dim, dim))
-        symmetric = (second + second.transpose(-1, -2)) / math.sqrt(2 * dim)
-        return (symmetric @ x.unsqueeze(-1)).squeeze(-1) + grad[..., 1 : 1 + dim] / dim**0.25
+        both = torch.einsum("...ij,...j->...i", second, x) + torch.einsum("...ji,...j->...i", second, x)
+        return both.div_(math.sqrt(2 * dim)).add_(grad[..., 1 : 1 + dim], alpha=dim**-0.25)
 
 
 @register_feature_map("dpfp")
