@@ -17,42 +17,40 @@ import variants
 from config import PretrainConfig
 from data import IGNORE, BlockStream, Corpus, PackedTokens, byte_tokenizer, load_corpus, tokenize
 from hf_linattn import LinAttnForCausalLM
-from loop import causal_loss, make_optimizer, make_schedule
+from loop import causal_loss
 from measures import by_context, token_losses
-from variants import Variant, cache_bytes
+from variants import Variant, cache_bytes, finite, fit
 
 REPEAT = 12
 LONGER = 4  # the loss by position is measured on blocks so many times as long as those of training
 
-MIXES = ((False, False), (True, False))
 
-
-@dataclass(frozen=True)
-class Scale:
+@dataclass(frozen=True, kw_only=True)
+class Scale(variants.Scale):
     """How large the study is."""
 
-    dataset: str
+    dataset: str = "python_stdlib"
     block_size: int
-    hidden_size: int
-    heads: int
-    layers: int
-    steps: int
-    batch_size: int
-    learning_rates: tuple[float, ...]
-    seeds: tuple[int, ...]
     eval_bytes: int
-    mixes: tuple[tuple[bool, bool], ...] = MIXES
+    mixes: tuple[tuple[bool, bool], ...] = ((False, False), (True, False))
     initializer_range: float = 0.02
     narrow: bool = False
 
 
 SCALES = {
-    "quick": Scale("python_stdlib", 32, 16, 2, 2, 2, 2, (3e-3,), (0, 1), 6000),
-    "cpu": Scale("python_stdlib", 256, 128, 8, 3, 300, 8, (5e-3,), (0, 1), 65_536),
-    "full": Scale(
-        "python_stdlib", 2048, 512, 32, 8, 10_000, 32, (1e-3, 3e-3), (0, 1, 2), 400_000, (*MIXES, (True, True))
+    "quick": Scale(
+        block_size=32, eval_bytes=6000, hidden_size=16, heads=2, layers=2, steps=2, batch_size=2,
+        learning_rates=(3e-3,), seeds=(0, 1),
     ),
-}
+    "cpu": Scale(
+        block_size=256, eval_bytes=65_536, hidden_size=64, heads=4, layers=2, steps=600, batch_size=4,
+        learning_rates=(5e-3,), seeds=(0, 1, 2),
+    ),
+    "full": Scale(
+        block_size=2048, eval_bytes=400_000, hidden_size=512, heads=32, layers=8, steps=10_000, batch_size=32,
+        learning_rates=(1e-3, 3e-3), seeds=(0, 1, 2), mixes=((False, False), (True, False), (True, True)),
+    ),
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -94,22 +92,8 @@ def run(scale: Scale, variant: Variant, learning_rate: float, seed: int, device:
         learning_rate=learning_rate,
         model_config={"model_type": "linattn"},
     )
-    optimizer = make_optimizer(model, config, torch.device(device))
-    schedule = make_schedule(optimizer, config)
     batches = iter(DataLoader(BlockStream(corpus.shards, seed), scale.batch_size, generator=torch.Generator()))
-    losses, every = [], max(1, scale.steps // 20)
-    for step in range(1, scale.steps + 1):
-        batch = {name: tensor.to(device) for name, tensor in next(batches).items()}
-        loss = causal_loss(model, batch, (batch["labels"] != IGNORE).sum())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % every == 0:
-            losses.append([step, loss.item()])
-            if not math.isfinite(losses[-1][1]):
-                break
+    losses = fit(model, config, batches, lambda m, batch: causal_loss(m, batch, (batch["labels"] != IGNORE).sum()))
     firsts = [text[: len(text) // 2] for text in corpus.held_out_texts]
     tests = [text[len(text) // 2 :] for text in corpus.held_out_texts]
     nats, _, copied = read_text(model, firsts, scale.block_size, scale.batch_size)
@@ -130,11 +114,6 @@ def run(scale: Scale, variant: Variant, learning_rate: float, seed: int, device:
         "part_repeated": copied.double().mean().item(),
         "by_context": by_context(totals, counts),
     }
-
-
-def finite(value: float) -> float | None:
-    """JSON has no word for what is not finite."""
-    return value if math.isfinite(value) else None
 
 
 def mean_bits(nats: Tensor) -> float | None:

@@ -5,7 +5,7 @@ the other. Every key stands once more somewhere in the rest, soon after the pair
 tokens, and the model has to name its value there. Source: Zoology, arXiv:2312.04927, section 3.1.
 """
 
-import math
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,42 +17,39 @@ import variants
 from config import RunConfig
 from data import IGNORE
 from hf_linattn import LinAttnForCausalLM
-from loop import make_optimizer, make_schedule
-from variants import Variant, cache_bytes
+from variants import Variant, cache_bytes, fit
 
 POWER = 0.1  # a query stands at distance d with probability ~ d^(POWER - 1)
 VALIDATION, TEST = 1, 2  # streams of random sequences; training has stream 0 of its seed
 
-MIXES = ((False, False), (True, False), (False, True), (True, True))
 
-
-@dataclass(frozen=True)
-class Scale:
+@dataclass(frozen=True, kw_only=True)
+class Scale(variants.Scale):
     """How large the study is. Of `pairs`, all are tested; the last is the hardest, and the one that is trained."""
 
     vocab_size: int
     length: int
     pairs: tuple[int, ...]
-    hidden_size: int
-    heads: int
-    layers: int
-    steps: int
-    batch_size: int
-    learning_rates: tuple[float, ...]
-    seeds: tuple[int, ...]
     test_sequences: int
-    mixes: tuple[tuple[bool, bool], ...] = MIXES
+    mixes: tuple[tuple[bool, bool], ...] = ((False, False), (True, False), (False, True), (True, True))
     initializer_range: float = 0.15
     narrow: bool = True
 
 
 SCALES = {
-    "quick": Scale(32, 24, (2, 4), 16, 2, 2, 3, 4, (3e-3, 1e-2), (0, 1), 8),
-    "cpu": Scale(48, 48, (4, 8, 16), 32, 2, 2, 700, 32, (5e-3, 1e-2), (0, 1, 2), 256),
-    "full": Scale(
-        8192, 512, (16, 32, 64, 128), 128, 8, 2, 50_000, 128, (3e-4, 1e-3, 3e-3, 1e-2), (0, 1, 2), 1000, MIXES, 0.02
+    "quick": Scale(
+        vocab_size=32, length=24, pairs=(2, 4), test_sequences=8, hidden_size=16, heads=2, layers=2, steps=3,
+        batch_size=4, learning_rates=(3e-3, 1e-2), seeds=(0, 1),
     ),
-}
+    "cpu": Scale(
+        vocab_size=48, length=48, pairs=(4, 8, 16), test_sequences=256, hidden_size=32, heads=2, layers=2, steps=700,
+        batch_size=32, learning_rates=(5e-3, 1e-2), seeds=(0, 1, 2),
+    ),
+    "full": Scale(
+        vocab_size=8192, length=512, pairs=(16, 32, 64, 128), test_sequences=1000, hidden_size=128, heads=8, layers=2,
+        steps=50_000, batch_size=128, learning_rates=(3e-4, 1e-3, 3e-3, 1e-2), seeds=(0, 1, 2), initializer_range=0.02,
+    ),
+}  # fmt: skip
 
 
 def make_batch(
@@ -108,22 +105,9 @@ def run(scale: Scale, variant: Variant, learning_rate: float, seed: int, device:
         schedule="wsd",
         adam_beta2=0.98,
     )
-    optimizer = make_optimizer(model, config, torch.device(device))
-    schedule = make_schedule(optimizer, config)
     generator = torch.Generator().manual_seed(seed)
-    losses, every = [], max(1, scale.steps // 20)
-    for step in range(1, scale.steps + 1):
-        batch = make_batch(scale, scale.pairs[-1], scale.batch_size, generator, device)
-        loss = cross_entropy(*answers(model, batch))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % every == 0:
-            losses.append([step, loss.item()])
-            if not math.isfinite(losses[-1][1]):
-                break
+    batches = (make_batch(scale, scale.pairs[-1], scale.batch_size, generator) for _ in itertools.count())
+    losses = fit(model, config, batches, lambda model, batch: cross_entropy(*answers(model, batch)))
     return {
         "parameters": model.num_parameters(),
         "cache_bytes": cache_bytes(model, make_batch(scale, scale.pairs[-1], 1, generator, device)["input_ids"]),

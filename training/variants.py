@@ -1,12 +1,16 @@
 """What the studies compare: feature maps, and what stands around them, in models that are otherwise the same."""
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from config import RunConfig
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinearAttentionCache
 from hf_linattn.ops import FEATURE_MAPS, feature_map_class
+from loop import Batch, make_optimizer, make_schedule
 
 SOFTMAX = "softmax attention"
 CONV = 4  # kernel of the short convolution, as everywhere
@@ -23,6 +27,29 @@ NARROW: dict[str, dict[str, Any]] = {
     "one head of 16": {"num_attention_heads": 1, "head_dim": 16},
     "one head of 8": {"num_attention_heads": 1, "head_dim": 8},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large a study is; each has fields of its own beside these.
+
+    Fields:
+        heads: of every model that is not narrow; query and key heads alike.
+        learning_rates: each is tried with the first of `seeds`.
+        mixes: (conv, full) of the variants.
+        narrow: whether there are variants with less room.
+    """
+
+    hidden_size: int
+    heads: int
+    layers: int
+    steps: int
+    batch_size: int
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    mixes: tuple[tuple[bool, bool], ...]
+    initializer_range: float
+    narrow: bool
 
 
 @dataclass(frozen=True)
@@ -92,6 +119,35 @@ def new_model(variant: Variant, layers: int, length: int, **fields: Any) -> LinA
     with torch.device("meta"):
         more = build(variant, size).num_parameters() - build(Variant(None), size).num_parameters()
     return build(variant, size - round(more / (3 * layers * fields["hidden_size"])))
+
+
+def fit(
+    model: torch.nn.Module,
+    config: RunConfig,
+    batches: Iterator[Batch],
+    loss_of: Callable[[torch.nn.Module, Batch], torch.Tensor],
+) -> list[tuple[int, float | None]]:
+    """`max_steps` steps of AdamW; (step, loss) of some of them. A loss that is not finite is None, and the last."""
+    optimizer = make_optimizer(model, config, model.device)
+    schedule = make_schedule(optimizer, config)
+    losses, every = [], max(1, config.max_steps // 20)
+    for step in range(1, config.max_steps + 1):
+        loss = loss_of(model, {name: tensor.to(model.device) for name, tensor in next(batches).items()})
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % every == 0:
+            losses.append((step, finite(loss.item())))
+            if losses[-1][1] is None:
+                break
+    return losses
+
+
+def finite(value: float) -> float | None:
+    """JSON has no word for what is not finite."""
+    return value if math.isfinite(value) else None
 
 
 @torch.no_grad()

@@ -70,16 +70,16 @@ def test_repeated_strings():
 
 
 def test_variants():
-    variants = all_variants(recall.MIXES, narrow=True)
+    variants = all_variants(recall.SCALES["cpu"].mixes, narrow=True)
     assert {v.feature_map for v in variants} == {None, *FEATURE_MAPS}
     assert {v.feature_map for v in variants if v.change in CHANGES} == set(CHANGED)
     for change in NARROW:
         assert {v.feature_map for v in variants if v.change == change} == {None, *FEATURE_MAPS}
-    assert all_variants(recall.MIXES, narrow=False) == [v for v in variants if v.change not in NARROW]
+    assert all_variants(recall.SCALES["cpu"].mixes, narrow=False) == [v for v in variants if v.change not in NARROW]
     assert len({v.name for v in variants}) == len(set(variants)) == len(variants)
 
 
-@pytest.mark.parametrize("variant", all_variants(recall.MIXES, narrow=True), ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", all_variants(recall.SCALES["cpu"].mixes, narrow=True), ids=lambda v: v.name)
 def test_every_variant_is_equally_large(variant):
     scale = recall.SCALES["cpu"]
     with torch.device("meta"):
