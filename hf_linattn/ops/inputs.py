@@ -16,18 +16,20 @@ def resolve_feature_map(feature_map: FeatureMap | str | None, q: Tensor) -> Feat
     """A map given by name becomes an instance; only maps that hold nothing can be given so."""
     if feature_map is None:
         return None
-    cls = feature_map_class(feature_map) if isinstance(feature_map, str) else type(feature_map)
-    if cls.uses_positions:
+    # The instance is asked, and not its type: adapters wrap it in a module that only hands its attributes on.
+    asked = feature_map_class(feature_map) if isinstance(feature_map, str) else feature_map
+    if asked.uses_positions:
+        name = (asked if isinstance(asked, type) else type(asked)).__name__
         raise ValueError(
-            f"feature map {cls.__name__} depends on positions: map first, with query(q, positions) and "
+            f"feature map {name} depends on positions: map first, with query(q, positions) and "
             "key(k, positions), and pass the features with feature_map=None"
         )
     if not isinstance(feature_map, str):
         return feature_map
-    if cls.is_learnable or cls.is_random:
-        held = "parameters" if cls.is_learnable else "a random matrix"
+    if asked.is_learnable or asked.is_random:
+        held = "parameters" if asked.is_learnable else "a random matrix"
         raise ValueError(f"feature_map={feature_map!r} has {held}: pass an instance (make_feature_map), not its name")
-    return _parameter_free(cls, q.shape[-1])
+    return _parameter_free(asked, q.shape[-1])
 
 
 @functools.cache
