@@ -110,17 +110,16 @@ class LinearAttention(nn.Module):
             tails = layer.conv_tails
         q, k, v, conv_inputs, old_tails, tails = self._project(hidden_states, attention_mask, tails, packing)
         feature_map = self.feature_map
-        if feature_map.uses_positions:
-            q, k = self._rotate(q, position_embeddings), self._rotate(k, position_embeddings)
-            q, k = feature_map.query(q, position_ids), feature_map.key(k, position_ids)
-            feature_map = None
-        elif is_few(length) and feature_map.is_one_function:
+        if is_few(length) and feature_map.is_one_function:
             # what costs here is the number of operations: rotate and map queries and keys in one go
             heads = [self.num_heads, self.num_key_value_heads]
             q, k = feature_map.key(self._rotate(torch.cat([q, k], 2), position_embeddings)).split(heads, 2)
             feature_map = None
         else:
             q, k = self._rotate(q, position_embeddings), self._rotate(k, position_embeddings)
+            if feature_map.uses_positions:
+                q, k = feature_map.query(q, position_ids), feature_map.key(k, position_ids)
+                feature_map = None
 
         normalize = self.config.normalizer == "denominator"
         # without a denominator sums grow with length: they stay float32 until they are normalised
