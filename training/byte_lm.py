@@ -7,7 +7,7 @@ copied, bytes that end a string of `REPEAT` bytes which has stood in the context
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class Scale(variants.Scale):
     initializer_range: float = 0.02
     narrow: bool = False
 
+    @property
+    def longest(self) -> int:
+        return LONGER * self.block_size
+
 
 SCALES = {
     "quick": Scale(
@@ -53,65 +57,77 @@ SCALES = {
 }  # fmt: skip
 
 
+class Texts(NamedTuple):
+    """The first half of each held-out document is validation text, the second test text."""
+
+    corpus: Corpus
+    validation: PackedTokens
+    test: PackedTokens
+    long_test: PackedTokens  # in longer blocks
+    test_bytes: int
+    repeats: Tensor  # of the tokens of `test`, in the order of `read_blocks`: see `repeated`
+
+
 @lru_cache(maxsize=1)
-def corpus_of(scale: Scale) -> Corpus:
+def texts_of(scale: Scale) -> Texts:
     """The same text for every model; read once a process."""
+    tokenizer = byte_tokenizer()
     config = PretrainConfig(
         dataset=scale.dataset,
         block_size=scale.block_size,
         eval_bytes=2 * scale.eval_bytes,
         model_config={"model_type": "linattn"},
     )
-    return load_corpus(config, byte_tokenizer(), progress=False)
+    corpus = load_corpus(config, tokenizer, progress=False)
+    firsts = [text[: len(text) // 2] for text in corpus.held_out_texts]
+    seconds = [text[len(text) // 2 :] for text in corpus.held_out_texts]
 
+    def pack(texts: list[str], block_size: int) -> PackedTokens:
+        return PackedTokens(tokenize(texts, tokenizer), block_size, tokenizer.pad_token_id)
 
-def new_model(scale: Scale, variant: Variant, vocab_size: int) -> LinAttnForCausalLM:
-    longest = LONGER * scale.block_size
-    return variants.new_model(
-        variant,
-        scale.layers,
-        longest,
-        vocab_size=vocab_size,
-        hidden_size=scale.hidden_size,
-        intermediate_size=8 * scale.hidden_size // 3,
-        num_attention_heads=scale.heads,
-        max_position_embeddings=longest,
-        initializer_range=scale.initializer_range,
-        tie_word_embeddings=True,
+    test = pack(seconds, scale.block_size)
+    return Texts(
+        corpus,
+        pack(firsts, scale.block_size),
+        test,
+        pack(seconds, scale.longest),
+        sum(len(text.encode()) for text in seconds),
+        torch.cat([repeated(block)[block["labels"] != IGNORE] for block in test]),
     )
 
 
+def new_model(scale: Scale, variant: Variant, vocab_size: int) -> LinAttnForCausalLM:
+    fields = {"vocab_size": vocab_size, "tie_word_embeddings": True}
+    return variants.new_model(scale, variant, intermediate_size=8 * scale.hidden_size // 3, **fields)
+
+
 def run(scale: Scale, variant: Variant, learning_rate: float, seed: int, device: Any = "cpu") -> dict[str, Any]:
-    """Train and test one model: the first half of each held-out document is validation text, the second test text."""
-    corpus, tokenizer = corpus_of(scale), byte_tokenizer()
+    """Train and test one model."""
+    texts = texts_of(scale)
     torch.manual_seed(seed)
-    model = new_model(scale, variant, len(tokenizer)).to(device).train()
+    model = new_model(scale, variant, len(byte_tokenizer())).to(device).train()
     config = PretrainConfig(
         max_steps=scale.steps,
         warmup_steps=scale.steps // 10,
         learning_rate=learning_rate,
         model_config={"model_type": "linattn"},
     )
-    batches = iter(DataLoader(BlockStream(corpus.shards, seed), scale.batch_size, generator=torch.Generator()))
+    batches = iter(DataLoader(BlockStream(texts.corpus.shards, seed), scale.batch_size, generator=torch.Generator()))
     losses = fit(model, config, batches, lambda m, batch: causal_loss(m, batch, (batch["labels"] != IGNORE).sum()))
-    firsts = [text[: len(text) // 2] for text in corpus.held_out_texts]
-    tests = [text[len(text) // 2 :] for text in corpus.held_out_texts]
-    nats, _, copied = read_text(model, firsts, scale.block_size, scale.batch_size)
-    validation = mean_bits(nats)
-    nats, _, copied = read_text(model, tests, scale.block_size, scale.batch_size)
-    long_nats, before, _ = read_text(model, tests, LONGER * scale.block_size, max(1, scale.batch_size // LONGER))
-    totals, counts = torch.zeros(2, LONGER * scale.block_size, dtype=torch.float64)
+    nats, _ = read_blocks(model, texts.test, scale.batch_size)
+    long_nats, before = read_blocks(model, texts.long_test, max(1, scale.batch_size // LONGER))
+    totals, counts = torch.zeros(2, scale.longest, dtype=torch.float64)
     totals.index_add_(0, before, long_nats)
     counts.index_add_(0, before, torch.ones_like(long_nats))
     return {
         "parameters": model.num_parameters(),
         "cache_bytes": cache_bytes(model, torch.zeros(1, scale.block_size, dtype=torch.long, device=device)),
         "losses": losses,
-        "validation": validation,
-        "bits_per_byte": finite(nats.sum().item() / math.log(2) / sum(len(text.encode()) for text in tests)),
-        "bits_of_repeated": mean_bits(nats[copied]),
-        "bits_of_others": mean_bits(nats[~copied]),
-        "part_repeated": copied.double().mean().item(),
+        "validation": mean_bits(read_blocks(model, texts.validation, scale.batch_size)[0]),
+        "bits_per_byte": finite(nats.sum().item() / math.log(2) / texts.test_bytes),
+        "bits_of_repeated": mean_bits(nats[texts.repeats]),
+        "bits_of_others": mean_bits(nats[~texts.repeats]),
+        "part_repeated": texts.repeats.double().mean().item(),
         "by_context": by_context(totals, counts),
     }
 
@@ -120,35 +136,29 @@ def mean_bits(nats: Tensor) -> float | None:
     return finite(nats.mean().item() / math.log(2))
 
 
-def read_text(
-    model: LinAttnForCausalLM, texts: list[str], block_size: int, batch_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For each byte of the text what it costs in nats, how many bytes of its document the block has before it, and
-    whether it ends a string that they hold already."""
-    tokenizer = byte_tokenizer()
-    blocks = PackedTokens(tokenize(texts, tokenizer), block_size, tokenizer.pad_token_id)
+def read_blocks(model: LinAttnForCausalLM, blocks: PackedTokens, batch_size: int) -> tuple[Tensor, Tensor]:
+    """For each byte of the text what it costs in nats, and how many bytes of its document the block has before it."""
     results = []
     for batch in DataLoader(blocks, batch_size):
         losses, there = token_losses(model.eval(), {name: tensor.to(model.device) for name, tensor in batch.items()})
         there = there.cpu()
-        results.append((losses.cpu().double()[there], batch["position_ids"][there], repeated(batch)[there]))
-    nats, before, copied = map(torch.cat, zip(*results))
-    return nats, before, copied
+        results.append((losses.cpu().double()[there], batch["position_ids"][there]))
+    nats, before = map(torch.cat, zip(*results))
+    return nats, before
 
 
-def repeated(batch: dict[str, Tensor]) -> Tensor:
-    """Whether the string of REPEAT tokens that ends at a token has stood in its document before, [B, T]."""
-    found = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
-    for row, (ids, positions) in enumerate(zip(batch["input_ids"].tolist(), batch["position_ids"].tolist())):
-        seen: set[tuple[int, ...]] = set()
-        for at, position in enumerate(positions):
-            if position == 0:
-                seen = set()
-            if position >= REPEAT - 1:
-                string = tuple(ids[at - REPEAT + 1 : at + 1])
-                found[row, at] = string in seen
-                seen.add(string)
-    return found
+def repeated(block: dict[str, Tensor]) -> Tensor:
+    """Whether the string of REPEAT tokens that ends at a token has stood in its document before, [T]."""
+    ids, positions = block["input_ids"].tolist(), block["position_ids"].tolist()
+    found, seen = [False] * len(ids), set()
+    for at, position in enumerate(positions):
+        if position == 0:
+            seen = set()
+        if position >= REPEAT - 1:
+            string = tuple(ids[at - REPEAT + 1 : at + 1])
+            found[at] = string in seen
+            seen.add(string)
+    return torch.tensor(found)
 
 
 def score(run: dict[str, Any]) -> float:

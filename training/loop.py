@@ -7,7 +7,6 @@ micro-batches and processes, so that accumulation and data parallelism change no
 import contextlib
 import itertools
 import math
-import os
 import signal
 import sys
 import time
@@ -28,6 +27,7 @@ from transformers import get_scheduler
 from checkpoints import TrainingStopped, find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from config import ConfigError, RunConfig
 from data import IGNORE
+from hf_linattn.benchmark.record import cores
 
 Batch = dict[str, torch.Tensor]
 
@@ -90,8 +90,7 @@ def check_precision(mixed_precision: str) -> None:
 def set_threads(accelerator: Accelerator, cpu_threads: int) -> None:
     """On a CPU, share out the cores: accelerate launch leaves one thread unless told otherwise."""
     if accelerator.device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(cpu_threads or max(1, cores // accelerator.num_processes))
+        torch.set_num_threads(cpu_threads or max(1, cores() // accelerator.num_processes))
 
 
 def make_optimizer(model: torch.nn.Module, config: RunConfig, device: torch.device) -> torch.optim.Optimizer:

@@ -35,6 +35,10 @@ class Scale(variants.Scale):
     initializer_range: float = 0.15
     narrow: bool = True
 
+    @property
+    def longest(self) -> int:
+        return self.length
+
 
 SCALES = {
     "quick": Scale(
@@ -72,18 +76,8 @@ def make_batch(
 
 
 def new_model(scale: Scale, variant: Variant) -> LinAttnForCausalLM:
-    return variants.new_model(
-        variant,
-        scale.layers,
-        scale.length,
-        vocab_size=scale.vocab_size,
-        hidden_size=scale.hidden_size,
-        intermediate_size=scale.hidden_size,
-        num_attention_heads=scale.heads,
-        max_position_embeddings=scale.length,
-        initializer_range=scale.initializer_range,
-        tie_word_embeddings=False,
-    )
+    fields = {"vocab_size": scale.vocab_size, "tie_word_embeddings": False}
+    return variants.new_model(scale, variant, intermediate_size=scale.hidden_size, **fields)
 
 
 def answers(model: LinAttnForCausalLM, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ where it was. Writes results.json and figures to model_cards/<study> (or --out).
 import argparse
 import json
 import multiprocessing
-import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ import byte_lm
 import recall
 from config import ConfigError
 from hf_linattn.benchmark.plots import plot
-from hf_linattn.benchmark.record import read_json, record, write_json
+from hf_linattn.benchmark.record import cores, read_json, record, write_json
 from hf_linattn.benchmark.tables import render
 from loop import run_script
 from variants import Variant, all_variants
@@ -47,8 +46,7 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """All that decides what comes out, as JSON has it."""
-        length = getattr(self.scale, "length", None) or byte_lm.LONGER * self.scale.block_size
-        fields = self.variant.fields(self.scale.layers, length)
+        fields = self.variant.fields(self.scale.layers, self.scale.longest)
         return json.loads(json.dumps({**asdict(self), "fields": fields}))
 
     def path(self, folder: Path) -> Path:
@@ -85,10 +83,9 @@ def do_all(
     """The results of all jobs, from their files where they are done."""
     results = {job: result for job in jobs if (result := finished(job, folder)) is not None}
     bar.update(len(results))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        threads = max(1, cores // processes)
+        threads = max(1, cores() // processes)
         waiting = {pool.submit(do, job, folder, threads, device, made): job for job in jobs if job not in results}
         try:
             for future in as_completed(waiting):
@@ -159,8 +156,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder of the results; by default model_cards/STUDY")
     arguments = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = arguments.processes or (1 if device == "cuda" else cores)
+    processes = arguments.processes or (1 if device == "cuda" else cores())
     runs = arguments.runs or Path("runs/studies") / f"{arguments.study}-{arguments.scale}"
     out = arguments.out or Path("model_cards") / arguments.study
     result = run_study(arguments.study, arguments.scale, runs, processes, device, arguments.maps)

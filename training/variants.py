@@ -51,6 +51,11 @@ class Scale:
     initializer_range: float
     narrow: bool
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a model reads."""
+        raise NotImplementedError(f"{type(self).__name__} does not define longest")
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -101,24 +106,27 @@ def all_variants(mixes: tuple[tuple[bool, bool], ...], narrow: bool) -> list[Var
     return [Variant(None), *maps, *changes, *(narrow_ones if narrow else ())]
 
 
-def new_model(variant: Variant, layers: int, length: int, **fields: Any) -> LinAttnForCausalLM:
+def new_model(scale: Scale, variant: Variant, intermediate_size: int, **fields: Any) -> LinAttnForCausalLM:
     """A model of these fields, as large as softmax attention makes it: the MLP pays for what a variant adds."""
 
     def build(variant: Variant, intermediate_size: int) -> LinAttnForCausalLM:
+        own = variant.fields(scale.layers, scale.longest)
         config = LinAttnConfig(
-            num_hidden_layers=layers,
+            hidden_size=scale.hidden_size,
+            num_hidden_layers=scale.layers,
             intermediate_size=intermediate_size,
+            max_position_embeddings=scale.longest,
+            initializer_range=scale.initializer_range,
             pad_token_id=None,
             bos_token_id=None,
             eos_token_id=None,
-            **{**fields, **variant.fields(layers, length)},
+            **{"num_attention_heads": scale.heads, **fields, **own},
         )
         return LinAttnForCausalLM(config)
 
-    size = fields.pop("intermediate_size")
     with torch.device("meta"):
-        more = build(variant, size).num_parameters() - build(Variant(None), size).num_parameters()
-    return build(variant, size - round(more / (3 * layers * fields["hidden_size"])))
+        sizes = [build(each, intermediate_size).num_parameters() for each in (Variant(None), variant)]
+    return build(variant, intermediate_size - round((sizes[1] - sizes[0]) / (3 * scale.layers * scale.hidden_size)))
 
 
 def fit(

@@ -68,12 +68,13 @@ def round_ticks(axes: Any, values: list[float]) -> None:
     axes.minorticks_off()
 
 
-def byte_ticks(axes: Any, values: list[float]) -> None:
-    """Powers of four on the y axis, in binary units; of two or sixteen where that is few or many."""
+def byte_ticks(axes: Any, values: list[float], along: str = "y") -> None:
+    """Powers of four along an axis, in binary units; of two or sixteen where that is few or many."""
     low, high = math.log2(min(values)), math.log2(max(values))
     step = 1 if high - low < 3 else 2 if high - low < 16 else 4
     exponents = range(step * math.floor(low / step), step * math.ceil(high / step) + 1, step)
-    axes.set_yticks([2**e for e in exponents], [bytes_text(2**e) for e in exponents])
+    set_ticks = {"x": axes.set_xticks, "y": axes.set_yticks}[along]
+    set_ticks([2**e for e in exponents], [bytes_text(2**e) for e in exponents])
     axes.minorticks_off()
 
 

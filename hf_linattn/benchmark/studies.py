@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .drawing import STYLES, figure, label, save
+from .drawing import STYLES, byte_ticks, figure, label, save
 from .text import bytes_text, table
 
 Row = dict[str, Any]
@@ -175,7 +175,7 @@ def plot_recall(result: dict[str, Any], folder: Path) -> list[Path]:
     right.set_xscale("log", base=2)
     label(right, "With convolution and less room, %", "bytes kept of a sequence", "")
     right.margins(x=0.15)
-    byte_axis(right)
+    byte_ticks(right, [run["cache_bytes"] for row in result["rows"] for run in row["runs"]], along="x")
     return [save(fig, folder / "recall.png")]
 
 
@@ -235,10 +235,3 @@ def dots(axes: Any, result: dict[str, Any], measure: Callable[[Row], list[float]
     axes.set_yticks(range(len(maps)), list(maps))
     axes.invert_yaxis()
     axes.legend(fontsize=8, frameon=False)
-
-
-def byte_axis(axes: Any) -> None:
-    low, high = axes.get_xlim()
-    ticks = [2**e for e in range(64) if low <= 2**e <= high]
-    axes.set_xticks(ticks, [bytes_text(tick) for tick in ticks])
-    axes.minorticks_off()

@@ -62,9 +62,9 @@ def test_accuracy_counts_right_answers(monkeypatch):
 def test_repeated_strings():
     n = byte_lm.REPEAT
     text = list(range(n)) + [99] + list(range(n)) + [n - 1]
-    ids = torch.tensor([text + text])
-    positions = torch.tensor([[*range(len(text)), *range(len(text))]])  # a second document, which starts anew
-    found = byte_lm.repeated({"input_ids": ids, "position_ids": positions})[0].tolist()
+    ids = torch.tensor(text + text)
+    positions = torch.tensor([*range(len(text)), *range(len(text))])  # a second document, which starts anew
+    found = byte_lm.repeated({"input_ids": ids, "position_ids": positions}).tolist()
     one = [False] * (2 * n) + [True, False]
     assert found == one + one
 
