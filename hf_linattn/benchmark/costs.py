@@ -123,6 +123,8 @@ class LinearLayer(NamedTuple):
 
     def training_flops(self, batch: int, tokens: int) -> int:
         chunks = self._by_chunk(tokens, self._chunk_forward) + self._by_chunk(tokens, self._chunk_backward)
+        if tokens <= _chunk_size(self.feature_dim * self.head_dim):  # a lone chunk, which computes no states
+            chunks = self._lone_forward(tokens) + self._lone_backward(tokens)
         return batch * (chunks + tokens * (self.map_flops + self.map_backward_flops))
 
     def attention_bytes(self, batch: int, tokens: int, itemsize: int, device: torch.device) -> int:
@@ -157,19 +159,23 @@ class LinearLayer(NamedTuple):
 
     def _chunk_forward(self, size: int) -> int:
         """The products of `CausalChunk.forward` on one chunk of C tokens."""
-        features, columns = self.feature_dim, self.head_dim + 1
-        keys = features * columns  # phi(K)^T hat V
-        queries = size * features + size * columns + features * columns  # A, A hat V, phi(Q) hat mu
-        return 2 * size * (self.key_heads * keys + self.heads * queries)
+        states = self.feature_dim * (self.head_dim + 1)  # phi(K)^T hat V, phi(Q) hat mu
+        return self._lone_forward(size) + 2 * size * (self.key_heads + self.heads) * states
 
     def _chunk_backward(self, size: int) -> int:
         """The products of `CausalChunk.backward` on one chunk of C tokens."""
         features, values = self.feature_dim, self.head_dim
-        columns = values + 1
-        keys = 2 * features * columns + features * values  # states again, hat V R^T, phi(K) R
-        # A again, dA, its share of dphi(Q), dphi(K) and dV; d hat n mu^T and phi(Q)^T d hat n
-        queries = size * (3 * features + columns + values) + 2 * features * columns
-        return 2 * size * (self.key_heads * keys + self.heads * queries)
+        keys = 2 * features * (values + 1) + features * values  # states again, hat V R^T, phi(K) R
+        queries = 2 * features * (values + 1)  # d hat n mu^T and phi(Q)^T d hat n
+        return self._lone_backward(size) + 2 * size * (self.key_heads * keys + self.heads * queries)
+
+    def _lone_forward(self, size: int) -> int:
+        """The products within a chunk: A, A hat V."""
+        return 2 * size * size * self.heads * (self.feature_dim + self.head_dim + 1)
+
+    def _lone_backward(self, size: int) -> int:
+        """The products within a chunk: A again, dA, its share of dphi(Q), dphi(K) and dV."""
+        return 2 * size * size * self.heads * (3 * self.feature_dim + 2 * self.head_dim + 1)
 
 
 Layer = SoftmaxLayer | LinearLayer

@@ -15,6 +15,8 @@ in reverse and recomputes the rest:
     dphi(K) = dA^T phi(Q) + hat V R^T                           R = sum of later phi(Q)^T d hat n
     dV      = A^T d n + phi(K) R
 
+A lone chunk, of which nobody wants the state, runs only the products within it.
+
 Everything is float32 (float64 for float64 input). Feature maps are applied inside the block, and again in the
 backward.
 Source: arXiv:2006.16236, equation 9; the chunked evaluation as in arXiv:2202.10447, section 3.2.
@@ -90,8 +92,9 @@ def chunk_linear_attention(
         segments = None if cu_seqlens is None else segment_ids(cu_seqlens, q.shape[1])
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, state, *tensors))
         blocks = cut(q.shape[1], q.shape[0] * q.shape[2], features * v.shape[-1], chunk_size, q.device)
+        lone = state is None and not output_final_state and q.shape[1] == blocks[0].size
         out, final = CausalChunk.apply(
-            q, k, v, state, feature_map, names, hidden, segments, normalize, shape, blocks, keep, *tensors
+            q, k, v, state, feature_map, names, hidden, segments, normalize, shape, blocks, keep, lone, *tensors
         )
     return out, LinearAttentionState(final[..., :-1], final[..., -1]) if output_final_state else None
 
@@ -120,19 +123,41 @@ def _gates(segments: Tensor | None, block: Block, dtype: torch.dtype) -> _Gates 
     )
 
 
-def _read_block(loader: Loader, frame: Frame, block: Block, carry: Tensor, gates: _Gates | None) -> Tensor:
-    """Load the block; fill frame.states, from `carry` on, and frame.weights. Returns the queries that see the past."""
+def _read_block(loader: Loader, frame: Frame, block: Block, carry: Tensor | None, gates: _Gates | None) -> Tensor:
+    """Load the block; fill frame.weights, and frame.states from `carry` on unless that is `None`. Returns the queries
+    that see the past."""
     loader.read_query(frame, block)
     loader.read_key_value(frame, block)
-    keys = frame.k_columns if gates is None else (frame.phi_k * gates.key).view_as(frame.k).transpose(1, 2)
-    slots = frame.slots
-    torch.bmm(keys, frame.v, out=frame.leaving)
-    slots[0].copy_(carry)
-    for chunk in range(block.chunks):
-        slots[chunk + 1].add_(slots[chunk] if gates is None else slots[chunk] * gates.carry[chunk])
+    if carry is not None:
+        keys = frame.k_columns if gates is None else (frame.phi_k * gates.key).view_as(frame.k).transpose(1, 2)
+        slots = frame.slots
+        torch.bmm(keys, frame.v, out=frame.leaving)
+        slots[0].copy_(carry)
+        for chunk in range(block.chunks):
+            slots[chunk + 1].add_(slots[chunk] if gates is None else slots[chunk] * gates.carry[chunk])
     torch.bmm(frame.q, frame.k_columns, out=frame.weights)
     _hide_later(frame.weights_by_head, gates)
     return frame.q if gates is None else (frame.phi_q * gates.query).view_as(frame.q)
+
+
+def _read_grad_states(frame: Frame, block: Block, past_queries: Tensor, later: Tensor, gates: _Gates | None) -> None:
+    """Fill the gradients of phi(q), phi(k) and v with what comes through hat mu; `later` is moved before the block."""
+    # phi(Q)^T d hat n of chunk c goes to slot c, then R runs back over the slots
+    slots = frame.grad_slots
+    torch.bmm(past_queries.transpose(1, 2), frame.sums, out=frame.grad_states[:-1].view_as(frame.leaving))
+    slots[-1].copy_(later)
+    for chunk in reversed(range(block.chunks)):
+        slots[chunk].add_(slots[chunk + 1] if gates is None else slots[chunk + 1] * gates.carry[chunk])
+    later.copy_(slots[0])
+    after = frame.grad_states[1:].view_as(frame.leaving)
+
+    torch.bmm(frame.sums, frame.entering.transpose(1, 2), out=frame.grad_q)
+    torch.bmm(frame.v, after.transpose(1, 2), out=frame.grad_k)
+    torch.bmm(frame.k, after[..., :-1], out=frame.grad_v)
+    if gates is not None:
+        frame.grad_q.view_as(frame.phi_q).mul_(gates.query)
+        frame.grad_k.view_as(frame.phi_k).mul_(gates.key)
+        frame.grad_v.view(*frame.phi_k.shape[:-1], -1).mul_(gates.key)
 
 
 def _hide_later(by_head: Tensor, gates: _Gates | None) -> None:
@@ -147,7 +172,21 @@ class CausalChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q, k, v, state, feature_map, names, hidden, segments, normalize, state_shape, blocks, keep, *parameters
+        ctx,
+        q,
+        k,
+        v,
+        state,
+        feature_map,
+        names,
+        hidden,
+        segments,
+        normalize,
+        state_shape,
+        blocks,
+        keep,
+        lone,
+        *parameters,
     ):
         dtype = state_dtype(q, k, v)
         loader = Loader(q, k, v, feature_map, dict(zip(names, parameters)), hidden, state_shape[2], dtype)
@@ -161,10 +200,11 @@ class CausalChunk(torch.autograd.Function):
                 starts[index].copy_(carry)
             gates = _gates(segments, block, dtype)
             frame = loader.frame(block)
-            past_queries = _read_block(loader, frame, block, carry, gates)
-            carry.copy_(frame.slots[-1])
+            past_queries = _read_block(loader, frame, block, None if lone else carry, gates)
             torch.bmm(frame.weights, frame.v, out=frame.sums)
-            frame.sums.baddbmm_(past_queries, frame.entering)
+            if not lone:
+                carry.copy_(frame.slots[-1])
+                frame.sums.baddbmm_(past_queries, frame.entering)
             target = loader.view_q(out, block)
             if normalize:
                 below = divide_sums(frame, target)
@@ -175,7 +215,7 @@ class CausalChunk(torch.autograd.Function):
 
         ctx.save_for_backward(q, k, v, hidden, segments, out, denominator, starts, *parameters)
         ctx.feature_map, ctx.names, ctx.normalize, ctx.has_state = feature_map, names, normalize, state is not None
-        ctx.blocks = blocks
+        ctx.blocks, ctx.lone = blocks, lone
         return out, carry
 
     @staticmethod
@@ -191,34 +231,21 @@ class CausalChunk(torch.autograd.Function):
             for block, start in zip(reversed(ctx.blocks), reversed(starts.unbind())):
                 gates = _gates(segments, block, starts.dtype)
                 frame = loader.frame(block)
-                past_queries = _read_block(loader, frame, block, start, gates)
+                past_queries = _read_block(loader, frame, block, None if ctx.lone else start, gates)
                 loader.read_grad_sums(frame, block, grad_out, out, denominator if ctx.normalize else None)
                 torch.bmm(frame.sums, frame.v.transpose(1, 2), out=frame.grad_weights)
                 _hide_later(frame.grad_weights.view_as(frame.weights_by_head), gates)
 
-                # pulled = phi(Q)^T d hat n of chunk c goes to slot c, then R runs back over the slots
-                slots = frame.grad_slots
-                torch.bmm(past_queries.transpose(1, 2), frame.sums, out=frame.grad_states[:-1].view_as(frame.leaving))
-                slots[-1].copy_(later)
-                for chunk in reversed(range(block.chunks)):
-                    slots[chunk].add_(slots[chunk + 1] if gates is None else slots[chunk + 1] * gates.carry[chunk])
-                later.copy_(slots[0])
-                after = frame.grad_states[1:].view_as(frame.leaving)
-
-                torch.bmm(frame.sums, frame.entering.transpose(1, 2), out=frame.grad_q)
-                torch.bmm(frame.v, after.transpose(1, 2), out=frame.grad_k)
-                torch.bmm(frame.k, after[..., :-1], out=frame.grad_v)
-                if gates is not None:
-                    frame.grad_q.view_as(frame.phi_q).mul_(gates.query)
-                    frame.grad_k.view_as(frame.phi_k).mul_(gates.key)
-                    frame.grad_v.view(*frame.phi_k.shape[:-1], -1).mul_(gates.key)
-                frame.grad_q.baddbmm_(frame.grad_weights, frame.k)
-                frame.grad_k.baddbmm_(frame.grad_weights.transpose(1, 2), frame.q)
-                frame.grad_v.baddbmm_(frame.weights.transpose(1, 2), frame.sums[..., :-1])
+                if not ctx.lone:
+                    _read_grad_states(frame, block, past_queries, later, gates)
+                beta = 0 if ctx.lone else 1
+                frame.grad_q.baddbmm_(frame.grad_weights, frame.k, beta=beta)
+                frame.grad_k.baddbmm_(frame.grad_weights.transpose(1, 2), frame.q, beta=beta)
+                frame.grad_v.baddbmm_(frame.weights.transpose(1, 2), frame.sums[..., :-1], beta=beta)
 
                 loader.grad_value(frame, block, frame.grad_v)
                 loader.grad_query(frame, block, frame.grad_q)
                 loader.grad_key(frame, block, frame.grad_k)
 
         grads = (loader.grad_q, loader.grad_k, loader.grad_v, later if ctx.has_state else None)
-        return *grads, *(None,) * 8, *loader.grad_parameters.values()
+        return *grads, *(None,) * 9, *loader.grad_parameters.values()

@@ -151,6 +151,26 @@ def test_loss_on_one_output_alone(form, causal, used):
     assert_close(actual, gradients(oracle.solve("elu1")[pick], oracle.tensors()), 1e-10, used)
 
 
+@pytest.mark.parametrize("chunk_size", [8, 16, 3])
+@pytest.mark.parametrize("map_name", ["elu1", "taylor2", "hedgehog"])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 5, 8]])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_no_state_in_and_none_out(chunk_size, map_name, cu_seqlens, normalize):
+    """A lone chunk then computes no states; what its buffers held before must not show."""
+    problem = random_problem(1, 8, D=4, Hq=4, Hk=2, mask="holes", cu_seqlens=cu_seqlens, normalize=normalize)
+    feature_map = build(map_name, problem)
+    options = {"feature_map": feature_map, "key_mask": problem.key_mask, "normalize": normalize}
+    options["cu_seqlens"] = None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
+    found = []
+    for form, size in ((parallel_linear_attention, None), *[(chunk_linear_attention, chunk_size)] * 2):
+        leaves = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+        out, state = form(*leaves, **options, chunk_size=size)
+        assert state is None
+        found.append((out, *gradients(out, [*leaves, *feature_map.parameters()])))
+    for each in found[1:]:
+        assert_close(each, found[0], 1e-10)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_crosses_calls(form):
     """Two calls joined by a state: the loss of the second reaches the inputs of the first."""
