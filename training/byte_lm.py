@@ -47,8 +47,8 @@ SCALES = {
         learning_rates=(3e-3,), seeds=(0, 1),
     ),
     "cpu": Scale(
-        block_size=256, eval_bytes=65_536, hidden_size=64, heads=4, layers=2, steps=600, batch_size=4,
-        learning_rates=(5e-3,), seeds=(0, 1, 2),
+        block_size=256, eval_bytes=32_768, hidden_size=64, heads=4, layers=2, steps=320, batch_size=4,
+        learning_rates=(3e-3, 6e-3), seeds=(0, 1, 2),
     ),
     "full": Scale(
         block_size=2048, eval_bytes=400_000, hidden_size=512, heads=32, layers=8, steps=10_000, batch_size=32,

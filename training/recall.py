@@ -46,8 +46,9 @@ SCALES = {
         batch_size=4, learning_rates=(3e-3, 1e-2), seeds=(0, 1),
     ),
     "cpu": Scale(
-        vocab_size=48, length=48, pairs=(4, 8, 16), test_sequences=256, hidden_size=32, heads=2, layers=2, steps=700,
-        batch_size=32, learning_rates=(5e-3, 1e-2), seeds=(0, 1, 2),
+        vocab_size=48, length=48, pairs=(4, 8, 16), test_sequences=240, hidden_size=32, heads=2, layers=2, steps=700,
+        batch_size=24, learning_rates=(5e-3, 1e-2), seeds=(0, 1, 2),
+        mixes=((False, False), (True, False), (False, True)),
     ),
     "full": Scale(
         vocab_size=8192, length=512, pairs=(16, 32, 64, 128), test_sequences=1000, hidden_size=128, heads=8, layers=2,

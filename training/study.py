@@ -12,6 +12,7 @@ where it was. Writes results.json and figures to model_cards/<study> (or --out).
 import argparse
 import json
 import multiprocessing
+import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -56,8 +57,10 @@ class Job:
 
 def do(job: Job, folder: Path, threads: int, device: str, made: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(threads)
+    start = time.perf_counter()
     result = STUDIES[job.study].run(job.scale, job.variant, job.learning_rate, job.seed, device)
-    result = {"settings": job.settings(), "record": {**made, "seed": job.seed}, **result}
+    seconds = round(time.perf_counter() - start, 1)
+    result = {"settings": job.settings(), "record": {**made, "seed": job.seed}, "seconds": seconds, **result}
     write_json(job.path(folder), result)
     return result
 
@@ -124,6 +127,7 @@ def run_study(
         chosen = best(grid, study)
         rest = [Job(name, scale, v, chosen[v].learning_rate, seed) for v in variants for seed in others]
         repeats = do_all(rest, folder, processes, device, made, bar)
+    seconds = round(sum(run["seconds"] for run in [*grid.values(), *repeats.values()]))
     rows = []
     for variant in variants:
         job = chosen[variant]
@@ -135,11 +139,19 @@ def run_study(
                 **asdict(variant),
                 "learning_rate": job.learning_rate,
                 "validation": tried,
-                "runs": [{"seed": seed, **without(runs[seed], "settings", "record")} for seed in sorted(runs)],
+                "runs": [{"seed": seed, **without(runs[seed], "settings", "record", "seconds")} for seed in sorted(runs)],
                 "commits": sorted({str(run["record"]["commit"]) for run in runs.values()}),
             }
         )
-    return {"kind": f"{name} study", "record": made, "scale_name": scale_name, "scale": asdict(scale), "rows": rows}
+    return {
+        "kind": f"{name} study",
+        "record": made,
+        "scale_name": scale_name,
+        "scale": asdict(scale),
+        "trained": len(grid) + len(repeats),
+        "seconds": seconds,  # of all these, one after another
+        "rows": rows,
+    }
 
 
 def without(result: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -22,11 +22,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rmsnorm": {"normalizer": "rmsnorm"},
 }
 CHANGED = ("elu1", "exp", "hedgehog")
-# Less room for the state, measured on every map with a convolution, and on softmax attention.
-NARROW: dict[str, dict[str, Any]] = {
-    "one head of 16": {"num_attention_heads": 1, "head_dim": 16},
-    "one head of 8": {"num_attention_heads": 1, "head_dim": 8},
-}
+# Less room for the state, measured on every map with a convolution.
+NARROW: dict[str, dict[str, Any]] = {"one head of 8": {"num_attention_heads": 1, "head_dim": 8}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +97,7 @@ def all_variants(mixes: tuple[tuple[bool, bool], ...], narrow: bool) -> list[Var
     """Softmax attention, every map in every mix of (conv, full), every change of some of them, and narrow ones."""
     maps = [Variant(name, conv, full) for name in FEATURE_MAPS for conv, full in mixes]
     changes = [Variant(name, conv=True, change=change) for name in CHANGED for change in CHANGES]
-    narrow_ones = [
-        Variant(name, conv=name is not None, change=change) for name in (None, *FEATURE_MAPS) for change in NARROW
-    ]
+    narrow_ones = [Variant(name, conv=True, change=change) for name in FEATURE_MAPS for change in NARROW]
     return [Variant(None), *maps, *changes, *(narrow_ones if narrow else ())]
 
 

@@ -70,7 +70,7 @@ def limits(result: dict[str, Any]) -> str:
         f"{scale['hidden_size']}, heads of {scale['hidden_size'] // scale['heads']}), sequences of more than "
         f"{length:,} tokens, or more than {scale['steps']:,} steps of {scale['batch_size']} sequences compare: who "
         f"learns slowly counts as who cannot. Learning rates {rates}; {len(scale['seeds'])} seeds, ± is their standard "
-        "deviation.\n"
+        f"deviation. {result['trained']} models, which took {result['seconds'] / 60:.0f} minutes one after another.\n"
     )
 
 
@@ -130,13 +130,15 @@ def narrow_table(result: dict[str, Any], measure: Callable[[Row], list[float]], 
     if not names:
         return ""
     rows = []
-    for cells in maps.values():
-        line = [cells[""]["feature_map"] or softmax_row(result)["name"]]
-        for name in ("", *names):
-            if name not in cells:
+    for name, cells in maps.items():
+        if not any(narrow in cells for narrow in names):
+            continue
+        line = [str(name)]
+        for size in ("", *names):
+            if size not in cells:
                 line += ["", ""]
                 continue
-            line += [spread(measure(cells[name]), digits), bytes_text(cells[name]["runs"][0]["cache_bytes"])]
+            line += [spread(measure(cells[size]), digits), bytes_text(cells[size]["runs"][0]["cache_bytes"])]
         rows.append(line)
     heads = f"{result['scale']['heads']} heads of {result['scale']['hidden_size'] // result['scale']['heads']}"
     header = ["with convolution", *(text for name in (heads, *names) for text in (name, "cache"))]
