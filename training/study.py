@@ -139,7 +139,9 @@ def run_study(
                 **asdict(variant),
                 "learning_rate": job.learning_rate,
                 "validation": tried,
-                "runs": [{"seed": seed, **without(runs[seed], "settings", "record", "seconds")} for seed in sorted(runs)],
+                "runs": [
+                    {"seed": seed, **without(runs[seed], "settings", "record", "seconds")} for seed in sorted(runs)
+                ],
                 "commits": sorted({str(run["record"]["commit"]) for run in runs.values()}),
             }
         )

@@ -9,7 +9,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig
 
 from hf_linattn import FEATURE_MAPS, LinAttnConfig, LinAttnForCausalLM, register_feature_map
+from hf_linattn.models.linattn.presets import PRESETS
 from hf_linattn.ops import FeatureMap
+from variants import Variant
 
 
 def test_defaults():
@@ -20,6 +22,28 @@ def test_defaults():
     assert config.attention_out_bias is False
     assert LinAttnConfig(attention_bias=True).attention_out_bias is True
     assert LinAttnConfig(attention_bias=True, attention_out_bias=False).attention_out_bias is False
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    config = LinAttnConfig.from_preset(name, hidden_size=32, num_attention_heads=2, feature_map_kwargs={})
+    assert (config.hidden_size, config.num_attention_heads, config.feature_map_kwargs) == (32, 2, {})
+    fields = PRESETS[name].keys() - {"feature_map_kwargs"}
+    assert {field: getattr(config, field) for field in fields} == {field: PRESETS[name][field] for field in fields}
+    assert LinAttnConfig.from_preset(name, conv_kernel_size=3).conv_kernel_size == 3
+    assert LinAttnConfig.from_preset(name).layer_types == [LINEAR] * 12
+
+
+def test_presets_say_all_that_the_studies_compare():
+    """So that none of them moves with a default."""
+    compared = Variant("elu1").fields(1, 1).keys() - {"layer_types"}
+    for fields in PRESETS.values():
+        assert fields.keys() == compared
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match=r"preset='best' is unknown; choose one of \['recall', 'fast', 'seed'\]"):
+        LinAttnConfig.from_preset("best")
 
 
 def test_every_field_of_llama_is_here():

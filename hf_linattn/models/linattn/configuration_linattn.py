@@ -11,6 +11,7 @@ from ...cache import LINEAR_LAYER_TYPE
 from ...layers import NORMALIZERS, ROPE_POSITIONS
 from ...ops import FEATURE_MAPS, feature_map_class, make_feature_map
 from ..installed import is_carried
+from .presets import preset
 
 FORMAT_VERSION = 1
 LAYER_TYPES = (LINEAR_LAYER_TYPE, "full_attention")
@@ -150,6 +151,20 @@ class LinAttnConfig(LlamaConfig):
         """Linear layers can always show their implied weights; full attention layers only in eager mode."""
         if "full_attention" in (self.layer_types or ()):
             super().validate_output_attentions()
+
+    @classmethod
+    def from_preset(cls, name: str, **fields: Any) -> "LinAttnConfig":
+        """A config from one of three useful corners; the README says what each was measured to do.
+
+        Args:
+            name: `"recall"`, a map that recalls most; `"fast"`, a map without parameters in the smallest state;
+                `"seed"`, linear attention as it was published: elu + 1, RoPE, no convolution.
+            fields: any field of the config; these go before those of the preset.
+
+        Raises:
+            ValueError: no preset has this name, or as the class.
+        """
+        return cls(**preset(name) | fields)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
