@@ -52,7 +52,7 @@ FEW = ("linear", "conv", "hybrid", "rmsnorm", "hedgehog_query")  # where a prope
 
 
 def make_config(name: str = "linear", **changes) -> LinAttnConfig:
-    return LinAttnConfig(**{**SIZES, **CONFIGS[name], **changes})
+    return LinAttnConfig.from_preset("seed", **{**SIZES, **CONFIGS[name], **changes})
 
 
 def make_model(name: str = "linear", cls=LinAttnForCausalLM, attn_implementation=None, **changes):

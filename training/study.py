@@ -12,6 +12,8 @@ where it was. Writes results.json and figures to model_cards/<study> (or --out).
 import argparse
 import json
 import multiprocessing
+import signal
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -96,6 +98,8 @@ def do_all(
                 bar.update()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             raise
     return {job: results[job] for job in jobs}  # in this order: of equal learning rates the first is taken
 
@@ -169,6 +173,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--runs", type=Path, help="folder of the finished runs; by default runs/studies/STUDY-SCALE")
     parser.add_argument("--out", type=Path, help="folder of the results; by default model_cards/STUDY")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit ends the pool too
     device = "cuda" if torch.cuda.is_available() else "cpu"
     processes = arguments.processes or (1 if device == "cuda" else cores())
     runs = arguments.runs or Path("runs/studies") / f"{arguments.study}-{arguments.scale}"

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, set_seed
 
-import hf_linattn  # noqa: F401  registers the models
-
+from ..models import LinAttnConfig
 from .record import record, write_json
 from .timing import median_ratio, synchronize
 
@@ -45,9 +44,9 @@ def cache_nbytes(cache: Any) -> int:
 def random_linattn(
     hidden_size: int, num_hidden_layers: int, num_attention_heads: int, vocab_size: int, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A randomly initialised linattn of the given size; an MLP is 8/3 as wide as the rest."""
-    config = AutoConfig.for_model(
-        "linattn",
+    """A Llama of the given size with linear attention as it was published; an MLP is 8/3 as wide as the rest."""
+    config = LinAttnConfig.from_preset(
+        "seed",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=hidden_size * 8 // 3,

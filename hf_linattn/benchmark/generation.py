@@ -20,10 +20,11 @@ import psutil
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import LinearAttentionCache
+from ..models import LinAttnConfig
 from .record import read_json, record, write_json
 from .timing import synchronize
 
@@ -295,7 +296,7 @@ def measure(
     """
     set_seed(seed)
     model = model.eval()
-    small = AutoModelForCausalLM.from_config(AutoConfig.for_model("linattn", **SMALL)).to(model.device).eval()
+    small = AutoModelForCausalLM.from_config(LinAttnConfig.from_preset("seed", **SMALL)).to(model.device).eval()
     run = {
         "positions": lambda: by_position(model, near, far, chunk, rounds, tokens, seed),
         "loop": lambda: loop_cost(small, near, rounds, 4 * tokens, seed),

@@ -134,6 +134,8 @@ def _of_softmax(
             head_dim=layer.head_dim,
             feature_map=feature_map or LinAttnConfig.feature_map,
             rope_position="none",  # rotations are not counted, and heads of odd size have none
+            conv_kernel_size=0,  # conversion adds a map, and nothing else
+            qk_norm=False,
         )
         twins[layer] = LinearLayer.of(shape, dtype)
     return Weights.of(model), [twins[layer] for layer in own], own

@@ -79,9 +79,11 @@ def study_tables(
     measure: Callable[[Row], list[float]],
     digits: int,
     what: str,
+    verdict: str,
     more: tuple[tuple[str, Callable[[Row], list[float]]], ...] = (),
 ) -> str:
-    """A row a map, a column a mix; then, where some were measured, what single changes do; then the limits."""
+    """A row a map, a column a mix, and what it comes to; then, where some were measured, less room and single changes;
+    then the limits."""
     columns = mixes(result)
     reference = softmax_row(result)
     rows = [[f"**{reference['name']}**", spread(measure(reference), digits), *[""] * (len(columns) - 1)]]
@@ -93,8 +95,8 @@ def study_tables(
         line += [spread(extra(shown), digits) for _, extra in more]
         rows.append([*line, bytes_text(shown["runs"][0]["cache_bytes"])])
     header = [what, *(MIX_NAMES[mix] for mix in columns), *(name for name, _ in more), "cache"]
-    parts = [table(header, rows), narrow_table(result, measure, digits), changes_table(result, measure, digits)]
-    return "\n".join(part for part in [*parts, limits(result)] if part)
+    parts = [table(header, rows), verdict, narrow_table(result, measure, digits)]
+    return "\n".join(part for part in [*parts, changes_table(result, measure, digits), limits(result)] if part)
 
 
 CHANGE_NAMES = {"rope": "RoPE too", "qk_norm": "qk norm", "rmsnorm": "rmsnorm for the denominator"}
@@ -145,17 +147,66 @@ def narrow_table(result: dict[str, Any], measure: Callable[[Row], list[float]], 
     return table(header, rows)
 
 
+def means_with_convolution(
+    result: dict[str, Any], measure: Callable[[Row], list[float]], changes: tuple[str, ...] = ("",)
+) -> list[tuple[float, Row]]:
+    """(mean over seeds, row) of the linear models with a convolution, where every seed has a finite result."""
+    maps = {name: cells for name, cells in by_change(result).items() if name is not None}
+    rows = [row for cells in maps.values() for change, row in cells.items() if change in changes]
+    return [(statistics.fmean(measure(row)), row) for row in rows if None not in measure(row)]
+
+
+def recall_verdict(result: dict[str, Any], points: float = 2) -> str:
+    """Which maps come near the best seed of softmax attention, some of which may not have learned yet; and the least
+    state in which one does."""
+    reference = max(recall_of(result)(softmax_row(result)))
+    narrow = {row["change"] for row in result["rows"]} - CHANGE_NAMES.keys()
+    near = [
+        row for mean, row in means_with_convolution(result, recall_of(result), (*narrow,)) if mean >= reference - points
+    ]
+    wide = [row["feature_map"] for row in near if not row["change"]]
+    if not wide:
+        return f"With a convolution, no map comes within {points:g} points of softmax attention's best seed.\n"
+    least = min(near, key=lambda row: row["runs"][0]["cache_bytes"])
+    size = f" with {least['change']}" * bool(least["change"])
+    return (
+        f"With a convolution, {len(wide)} of {len(by_map(result))} maps come within {points:g} points of softmax "
+        f"attention's best seed: {', '.join(wide)}. The least that one keeps of a sequence for it is "
+        f"{bytes_text(least['runs'][0]['cache_bytes'])} ({least['feature_map']}{size}); softmax attention keeps "
+        f"{bytes_text(softmax_row(result)['runs'][0]['cache_bytes'])}.\n"
+    )
+
+
+def bytes_verdict(result: dict[str, Any], percent: float = 3) -> str:
+    """Which maps come near softmax attention, and how near the best does."""
+    reference = statistics.fmean(bits_of()(softmax_row(result)))
+    means = sorted(
+        ((mean, row["feature_map"]) for mean, row in means_with_convolution(result, bits_of())),
+        key=lambda pair: pair[0],
+    )
+    near = [name for mean, name in means if mean <= reference * (1 + percent / 100)]
+    if not means:
+        return ""
+    (best, name), distance = means[0], 100 * (means[0][0] / reference - 1)
+    which = f": {', '.join(near)}" if near else ""
+    return (
+        f"With a convolution, {len(near)} of {len(by_map(result))} maps are at most {percent:g}% worse than softmax "
+        f"attention{which}. The best is {name} with {best:.3f} bits, {abs(distance):.1f}% "
+        f"{'less' if distance < 0 else 'more'} than softmax attention.\n"
+    )
+
+
 def recall_tables(result: dict[str, Any]) -> str:
     """Accuracy in percent at the hardest setting."""
     scale = result["scale"]
     what = f"recall of {hardest(result)} pairs in {scale['length']} tokens, %"
-    return study_tables(result, recall_of(result), 1, what)
+    return study_tables(result, recall_of(result), 1, what, recall_verdict(result))
 
 
 def bytes_tables(result: dict[str, Any]) -> str:
     """Bits per byte of held-out text; with a convolution also of repeated strings and of the rest."""
     more = (("repeated", bits_of("bits_of_repeated")), ("the rest", bits_of("bits_of_others")))
-    return study_tables(result, bits_of(), 3, "bits per byte", more)
+    return study_tables(result, bits_of(), 3, "bits per byte", bytes_verdict(result), more)
 
 
 def plot_recall(result: dict[str, Any], folder: Path) -> list[Path]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import hf_linattn  # noqa: F401  registers the models
 from hf_linattn.benchmark.compare import Decoder, cache_nbytes, compare, main, matching_llama
 from hf_linattn.benchmark.record import read_json
+from hf_linattn.models.linattn.presets import PRESETS
 
 SIZES = {
     "vocab_size": 61,
@@ -21,7 +21,8 @@ SIZES = {
 
 def build(model_type: str, **changes):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | changes)).eval()
+    fields = PRESETS["seed"] if model_type == "linattn" else {}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields | SIZES | changes)).eval()
 
 
 @pytest.mark.parametrize("model_type", ["linattn", "llama"])

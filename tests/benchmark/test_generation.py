@@ -3,8 +3,9 @@ import statistics
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from hf_linattn import LinAttnConfig
 from hf_linattn.benchmark import generation
 from hf_linattn.benchmark.record import read_json
 from hf_linattn.benchmark.tables import render
@@ -16,7 +17,7 @@ FEW = {"near": 20, "far": 120, "chunk": 16, "rounds": 2, "tokens": 8}
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("linattn", **generation.SMALL))
+    model = AutoModelForCausalLM.from_config(LinAttnConfig.from_preset("seed", **generation.SMALL))
     model.save_pretrained(path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))

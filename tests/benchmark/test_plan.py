@@ -101,7 +101,7 @@ def test_parameters_of_a_softmax_model_and_of_its_twin(model_type, feature_map):
             "qwen2": {"attention_bias": True, "attention_out_bias": False},
             "qwen3": {"qk_norm": True},
         }
-        twin = LinAttnForCausalLM(LinAttnConfig(**SMALL, **shapes, **options, **kinds[model_type]))
+        twin = LinAttnForCausalLM(LinAttnConfig.from_preset("seed", **SMALL | shapes | options | kinds[model_type]))
         assert result["parameters"]["linear"] == parameters(twin)
     else:
         assert (added > 0) == (feature_map in ("hedgehog", "t2r", "rebased"))
@@ -262,8 +262,8 @@ def peak_bytes(run) -> int:
 def test_peak_of_the_attention_function(feature_map, heads):
     """What was planned, and at most one temporary of the features of a block."""
     batch, length, dim = 2, 3000, 32
-    config = LinAttnConfig(
-        **SMALL | {"num_attention_heads": heads[0]}, num_key_value_heads=heads[1], head_dim=dim,
+    config = LinAttnConfig.from_preset(
+        "seed", **SMALL | {"num_attention_heads": heads[0]}, num_key_value_heads=heads[1], head_dim=dim,
         num_hidden_layers=1, feature_map=feature_map,
     )  # fmt: skip
     (row,), _ = side(config, "linear", [length], batch)

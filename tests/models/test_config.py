@@ -17,8 +17,8 @@ from variants import Variant
 def test_defaults():
     config = LinAttnConfig()
     assert config.layer_types == [LINEAR] * 12
-    assert (config.feature_map, config.normalizer, config.rope_position) == ("elu1", "denominator", "before")
-    assert (config.head_dim, config.num_key_value_heads, config.conv_kernel_size) == (64, 12, 0)
+    assert (config.feature_map, config.normalizer, config.rope_position) == ("elu1", "denominator", "none")
+    assert (config.head_dim, config.num_key_value_heads, config.conv_kernel_size) == (64, 12, 4)
     assert config.attention_out_bias is False
     assert LinAttnConfig(attention_bias=True).attention_out_bias is True
     assert LinAttnConfig(attention_bias=True, attention_out_bias=False).attention_out_bias is False

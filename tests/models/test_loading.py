@@ -238,8 +238,9 @@ each_source = pytest.mark.parametrize("source", SOURCES)
 def source_and_config(source, **changes):
     cls, config, extra = SOURCES[source]
     model = fill(cls(config))
-    return model, LinAttnConfig(
-        **{**TINY, "rms_norm_eps": config.rms_norm_eps, "rope_parameters": config.rope_parameters, **extra, **changes}
+    return model, LinAttnConfig.from_preset(
+        "seed",
+        **{**TINY, "rms_norm_eps": config.rms_norm_eps, "rope_parameters": config.rope_parameters, **extra, **changes},
     )
 
 

@@ -59,8 +59,8 @@ class LinAttnConfig(LlamaConfig):
     feature_map: str = "elu1"
     feature_map_kwargs: dict | None = None
     normalizer: str = "denominator"
-    rope_position: str = "before"
-    conv_kernel_size: int = 0
+    rope_position: str = "none"
+    conv_kernel_size: int = 4
     qk_norm: bool = False
     attention_out_bias: bool | None = None
     format_version: int = FORMAT_VERSION
