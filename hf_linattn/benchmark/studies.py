@@ -214,20 +214,30 @@ def plot_recall(result: dict[str, Any], folder: Path) -> list[Path]:
     fig, (left, right) = figure(2, height=0.34 * len(by_map(result)) + 1.6)
     dots(left, result, recall_of(result))
     label(left, f"Recall of {hardest(result)} pairs, % (mean and range of seeds)", "", "")
+    ends = {}
     for name, cells in by_change(result).items():
+        if name is None:
+            continue
         sizes = [row for change, row in cells.items() if change not in CHANGE_NAMES]
         sizes.sort(key=lambda row: row["runs"][0]["cache_bytes"])
         x = [row["runs"][0]["cache_bytes"] for row in sizes]
         y = [statistics.fmean(recall_of(result)(row)) for row in sizes]
-        style = SOFTMAX_STYLE if name is None else MIX_STYLES[True, False]
-        right.plot(x, y, **{**style, "linestyle": "-", "linewidth": 0.6, "markersize": 4})
+        right.plot(x, y, **{**MIX_STYLES[True, False], "linestyle": "-", "linewidth": 0.6, "markersize": 4})
+        ends[name] = (x[0], y[0])
+    seeds = recall_of(result)(softmax_row(result))
+    right.plot([softmax_row(result)["runs"][0]["cache_bytes"]] * len(seeds), seeds, **SOFTMAX_STYLE, markersize=4)
+    right.annotate(
+        "softmax attention,\neach seed", (softmax_row(result)["runs"][0]["cache_bytes"], min(seeds)), xytext=(6, 0),
+        textcoords="offset points", va="center", fontsize=7, color=SOFTMAX_STYLE["color"],
+    )  # fmt: skip
+    for name, ((x, y), place) in zip(ends, zip(ends.values(), apart([y for _, y in ends.values()], 3.2))):
         right.annotate(
-            name or "softmax", (x[0], y[0]), xytext=(-4, 0), textcoords="offset points", ha="right", va="center",
-            fontsize=7, color=style["color"],
+            name, (x, y), xytext=(x * 0.8, place), ha="right", va="center", fontsize=7,
+            color=MIX_STYLES[True, False]["color"],
         )  # fmt: skip
     right.set_xscale("log", base=2)
     label(right, "With convolution and less room, %", "bytes kept of a sequence", "")
-    right.margins(x=0.15)
+    right.margins(x=0.3)
     byte_ticks(right, [run["cache_bytes"] for row in result["rows"] for run in row["runs"]], along="x")
     return [save(fig, folder / "recall.png")]
 
@@ -266,8 +276,19 @@ MIX_STYLES = {
 }
 
 
+def apart(places: list[float], gap: float) -> list[float]:
+    """The places, in their order, pushed from each other until neighbours are `gap` apart, or nearly."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = list(places)
+    for _ in range(200):
+        for low, high in zip(order, order[1:]):
+            push = max(0.0, gap - (moved[high] - moved[low])) / 2
+            moved[low], moved[high] = moved[low] - push, moved[high] + push
+    return moved
+
+
 def dots(axes: Any, result: dict[str, Any], measure: Callable[[Row], list[float]]) -> None:
-    """A line a map, a mark a mix, the range of the seeds as a bar; softmax attention is a line from top to bottom."""
+    """A line a map, a mark a mix, the range of seeds as a bar; softmax attention is a line a seed, top to bottom."""
     maps = by_map(result)
     columns = mixes(result)
     for column, mix in enumerate(columns):
@@ -282,9 +303,9 @@ def dots(axes: Any, result: dict[str, Any], measure: Callable[[Row], list[float]
             axes.plot([min(values), max(values)], [y, y], color=style["color"], linewidth=1)
             axes.plot(statistics.fmean(values), y, label=MIX_NAMES[mix] if shown else None, markersize=4.5, **style)
             shown = False
-    reference = measure(softmax_row(result))
-    axes.axvspan(min(reference), max(reference), color="#c46a00", alpha=0.25, linewidth=0)
-    axes.axvline(statistics.fmean(reference), color="#c46a00", linestyle="--", label=softmax_row(result)["name"])
+    for number, value in enumerate(measure(softmax_row(result))):
+        name = f"{softmax_row(result)['name']}, each seed"
+        axes.axvline(value, color="#c46a00", linestyle="--", linewidth=1, label=name if number == 0 else None)
     axes.set_yticks(range(len(maps)), list(maps))
     axes.invert_yaxis()
     axes.legend(fontsize=8, frameon=False)
