@@ -1,6 +1,7 @@
 """Linear attention for Hugging Face transformers: importing this package registers its models."""
 
 from .cache import LinearAttentionCache
+from .conversion import linearize
 from .generation import CallbackStreamer, ContinuousBatch, FileStreamer
 from .models import (
     LinAttnConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "LinearAttentionCache",
     "LinearAttentionState",
     "linear_attention",
+    "linearize",
     "make_feature_map",
     "parallelize",
     "register_feature_map",
