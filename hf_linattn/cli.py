@@ -1,6 +1,7 @@
-"""The command line: read a text once and ask about it; plan, measure and tell what they cost; serve and evaluate them.
+"""The command line: convert models; read a text once and ask; plan, measure and tell costs; serve and evaluate.
 
 hf-linattn env
+hf-linattn linearize HuggingFaceTB/SmolLM2-135M runs/smol --keep-layers 0.25
 hf-linattn read book.txt --model runs/demo --out book.state
 hf-linattn ask book.state "def main():"
 hf-linattn plan runs/demo --context 4096 65536
@@ -13,7 +14,10 @@ hf-linattn lm-eval run --model hf --model_args pretrained=runs/demo --tasks lamb
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import warnings
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,8 +27,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from . import model_card
 from .benchmark import plan, suite
+from .benchmark.text import bytes_text
 from .cache import LinearAttentionCache, state_header
+from .conversion import linearize, new_parameters, write_checkpoint
+from .conversion.checkpoint import check_free
 from .generation import FileStreamer
+
+CONTEXT = 32768  # tokens, at which `linearize` says what the cache takes
 
 # What these commands of transformers import beyond this package's own requirements: the `serve` extra.
 NEEDED = {"serve": ("accelerate", "fastapi", "openai", "pydantic", "uvicorn"), "chat": ("rich",)}
@@ -75,6 +84,65 @@ def run_ask(arguments: argparse.Namespace) -> None:
         streamer=FileStreamer(sys.stdout, tokenizer),
     )
     print()
+
+
+def run_linearize(arguments: argparse.Namespace) -> None:
+    check_free(arguments.out)
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", UserWarning)
+        model = linearize(
+            arguments.source,
+            feature_map=arguments.feature_map,
+            feature_map_kwargs=arguments.feature_map_kwargs,
+            keep_layers=_keep_layers(arguments.keep_layers),
+            window=arguments.window,
+            dtype=arguments.dtype,
+            gguf_file=arguments.gguf_file,
+        )
+    costs = plan.plan(model.config, [CONTEXT], dtype=str(model.dtype).removeprefix("torch."))
+    tokenizer = write_checkpoint(
+        model, arguments.out, arguments.source, arguments.gguf_file, max_shard_size=arguments.max_shard_size
+    )
+    print(f"{arguments.out}: {_layers_text(model.config.layer_types)}; feature map {model.config.feature_map}")
+    state, new = model.state_dict(), new_parameters(model)
+    parts = sorted({name.partition(".self_attn.")[2] for name in new})
+    print(f"new: {sum(state[name].numel() for name in new):,} parameters ({', '.join(parts) or 'none'})")
+    for note in notes:
+        print(f"not carried: {note.message}")
+    if tokenizer is None:
+        print(f"not carried: {arguments.source} has no tokenizer")
+    linear, softmax = (bytes_text(costs["rows"][0][side]["cache_bytes"]) for side in ("linear", "softmax"))
+    print(f"cache after {CONTEXT:,} tokens: {linear}; of full attention in every layer: {softmax}")
+    if set(model.config.layer_types) != {"full_attention"}:
+        print("Layers that are no longer softmax attention compute something else: only training recovers the quality.")
+
+
+def _keep_layers(words: list[str]) -> list[int] | float | str:
+    """`all`, a fraction, or indices."""
+    try:
+        if len(words) == 1 and not words[0].isdecimal():
+            return float(words[0])
+        return [int(word) for word in words]
+    except ValueError:
+        return " ".join(words)
+
+
+def _layers_text(layer_types: list[str]) -> str:
+    counts = Counter(layer_types)
+    text = ", ".join(f"{count} {layer_type}" for layer_type, count in sorted(counts.items()))
+    kept = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+    places = f" (layers {', '.join(map(str, kept))})" if 0 < len(kept) < len(layer_types) else ""
+    return f"{len(layer_types)} layers, {text}{places}"
+
+
+def _json_object(text: str) -> dict:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error.msg})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"tied\": true}}'")
+    return found
 
 
 def run_env(arguments: argparse.Namespace) -> None:
@@ -167,6 +235,19 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--device", help="cpu, cuda, ...; by default a GPU if there is one")
     command.set_defaults(run=run_ask)
+    command = commands.add_parser("linearize", help="turn a pretrained softmax model into a linear or hybrid one")
+    command.add_argument("source", help="a Llama, Mistral, Qwen2, Qwen3 or relative: a folder or a hub id")
+    command.add_argument("out", type=Path, help="the folder to write; not there yet, or empty")
+    command.add_argument("--feature-map", default="hedgehog", help="phi of the linear layers (default: %(default)s)")
+    command.add_argument("--feature-map-kwargs", type=_json_object, help="its options, as a JSON object")
+    command.add_argument(
+        "--keep-layers", nargs="+", default=[], help="layers that stay full attention: indices, a fraction, or all"
+    )
+    command.add_argument("--window", type=int, help="last keys that linear layers read by softmax (default: none)")
+    command.add_argument("--dtype", choices=plan.DTYPES, help="of the weights written; by default the source's")
+    command.add_argument("--gguf-file", help="a GGUF file in SOURCE, which is dequantised")
+    command.add_argument("--max-shard-size", default="5GB", help="of a file of weights (default: %(default)s)")
+    command.set_defaults(run=run_linearize)
     command = commands.add_parser("env", help="versions, machine, and which backend runs which case, and why")
     command.add_argument("--device", help="cpu, cuda, ...; by default the CPU, and a GPU if there is one")
     command.set_defaults(run=run_env)
