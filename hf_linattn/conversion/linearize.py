@@ -55,7 +55,7 @@ def linearize(
         normalizer: `None` is `"denominator"` for a nonnegative map and `"rmsnorm"` for a signed one.
         dtype: of the result, as a torch.dtype or its name; `None` is the source's. Another one copies a loaded model's
             weights.
-        gguf_file: a GGUF file in the folder or repository, which is dequantised (to float32 unless `dtype` is given).
+        gguf_file: a GGUF file in the folder or repository, which is dequantised (to `dtype`, where it is given).
         options: for a path, those of `from_pretrained` (revision, token, device_map, ...).
 
     Returns:

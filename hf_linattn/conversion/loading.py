@@ -62,8 +62,8 @@ def load_from_files(
 ) -> LinAttnForCausalLM:
     """The model of `config` with the weights of a folder, hub id or GGUF file."""
     if gguf_file is None:
-        return _load(source, config, str(source), options)
-    softmax = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, **options)
+        return _load(LinAttnForCausalLM, source, str(source), {"config": config, **options})
+    softmax = _load(AutoModelForCausalLM, source, f"{source}/{gguf_file}", {"gguf_file": gguf_file, **options})
     return load_from_model(softmax, config, softmax.dtype)
 
 
@@ -91,16 +91,15 @@ def load_from_model(model: PreTrainedModel, config: LinAttnConfig, dtype: torch.
     options = {} if device.type == "cpu" else {"device_map": {"": device}}
     options["attn_implementation"] = model.config._attn_implementation
     options["state_dict"] = model.state_dict()
-    linear = _load(None, config, type(model).__name__, options | {"dtype": dtype})
+    linear = _load(LinAttnForCausalLM, None, type(model).__name__, {"config": config, "dtype": dtype, **options})
     linear.generation_config = copy.deepcopy(model.generation_config)
     return linear
 
 
-def _load(source, config: LinAttnConfig, name: str, options: dict[str, Any]) -> LinAttnForCausalLM:
+def _load(cls, source: str | os.PathLike | None, name: str, options: dict[str, Any]) -> PreTrainedModel:
+    """`cls.from_pretrained`, whose result holds every tensor of `name` and nothing else but what is new here."""
     with _without_load_report():
-        model, info = LinAttnForCausalLM.from_pretrained(
-            source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        model, info = cls.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     mismatched = [f"{key} {list(found)} for {list(wanted)}" for key, found, wanted in info["mismatched_keys"]]
     for what, names in (
         ("has tensors that do not carry", info["unexpected_keys"]),
