@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, is_gguf_available
 
@@ -87,13 +88,26 @@ def check_class(model: PreTrainedModel) -> None:
 
 def load_from_model(model: PreTrainedModel, config: LinAttnConfig, dtype: torch.dtype) -> LinAttnForCausalLM:
     """The model of `config` on the weights of `model`: the same storage where `dtype` is theirs."""
-    device = next(model.parameters()).device
-    options = {} if device.type == "cpu" else {"device_map": {"": device}}
-    options["attn_implementation"] = model.config._attn_implementation
-    options["state_dict"] = model.state_dict()
-    linear = _load(LinAttnForCausalLM, None, type(model).__name__, {"config": config, "dtype": dtype, **options})
-    linear.generation_config = copy.deepcopy(model.generation_config)
-    return linear
+    return load_state(config, model.state_dict(), type(model).__name__, model, dtype)
+
+
+def load_state(
+    config: LinAttnConfig,
+    state: dict[str, Tensor],
+    name: str,
+    like: PreTrainedModel | None = None,
+    dtype: torch.dtype | None = None,
+) -> LinAttnForCausalLM:
+    """The model of `config` on the tensors of `state`, and on the device and with the settings of the model `like`."""
+    options: dict[str, Any] = {"config": config, "state_dict": state, "dtype": dtype or like.dtype}
+    if like is not None:
+        options["attn_implementation"] = like.config._attn_implementation
+        if like.device.type != "cpu":
+            options["device_map"] = {"": like.device}
+    model = _load(LinAttnForCausalLM, None, name, options)
+    if like is not None:
+        model.generation_config = copy.deepcopy(like.generation_config)
+    return model
 
 
 def _load(cls, source: str | os.PathLike | None, name: str, options: dict[str, Any]) -> PreTrainedModel:
@@ -108,13 +122,14 @@ def _load(cls, source: str | os.PathLike | None, name: str, options: dict[str, A
     ):
         names = sorted(names)
         if names:
-            raise ValueError(f"{name} {what}: {_some(names)}")
+            raise ValueError(f"{name} {what}: {some(names)}")
     # what was made here does not lie where its weights came from
     model.config.name_or_path = model.name_or_path = ""
     return model
 
 
-def _some(names: list[str], shown: int = 4) -> str:
+def some(names: list[str], shown: int = 4) -> str:
+    """The first of `names`, and how many there are more."""
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
