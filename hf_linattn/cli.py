@@ -29,7 +29,7 @@ from . import model_card
 from .benchmark import plan, suite
 from .benchmark.text import bytes_text
 from .cache import LinearAttentionCache, state_header
-from .conversion import linearize, new_parameters, write_checkpoint
+from .conversion import ConversionWarning, linearize, new_parameters, write_checkpoint
 from .conversion.checkpoint import check_free
 from .generation import FileStreamer
 
@@ -89,7 +89,7 @@ def run_ask(arguments: argparse.Namespace) -> None:
 def run_linearize(arguments: argparse.Namespace) -> None:
     check_free(arguments.out)
     with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("always", ConversionWarning)
         model = linearize(
             arguments.source,
             feature_map=arguments.feature_map,
@@ -108,7 +108,7 @@ def run_linearize(arguments: argparse.Namespace) -> None:
     parts = sorted({name.partition(".self_attn.")[2] for name in new})
     print(f"new: {sum(state[name].numel() for name in new):,} parameters ({', '.join(parts) or 'none'})")
     for note in notes:
-        print(f"not carried: {note.message}")
+        print(f"{'not carried' if note.category is ConversionWarning else 'note'}: {note.message}")
     if tokenizer is None:
         print(f"not carried: {arguments.source} has no tokenizer")
     linear, softmax = (bytes_text(costs["rows"][0][side]["cache_bytes"]) for side in ("linear", "softmax"))

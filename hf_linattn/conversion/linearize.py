@@ -20,6 +20,10 @@ from .loading import check_class, check_model, load_from_files, load_from_model,
 SLIDING_LAYER_TYPE = "kernel_linear_attention_sliding"
 
 
+class ConversionWarning(UserWarning):
+    """Something of the source does not carry, and the converted model runs without it."""
+
+
 def linearize(
     model_or_path: PreTrainedModel | str | os.PathLike,
     *,
@@ -67,7 +71,7 @@ def linearize(
             `LinAttnConfig` refuses.
 
     Warns:
-        UserWarning: where the source attends within a window: a linear layer reads everything before it.
+        ConversionWarning: where the source attends within a window: a linear layer reads everything before it.
 
     Example:
 
@@ -128,6 +132,7 @@ def _check_windows(sizes: list[int | None], kept: list[int], positions: int) -> 
         )
     warnings.warn(
         f"{len(seen)} layers of the source see sliding_window={size} keys, which does not carry: linear layers see all",
+        ConversionWarning,
         stacklevel=4,
     )
 

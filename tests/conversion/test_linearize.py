@@ -12,7 +12,7 @@ from softmax_models import SOURCES, make_source, source_config
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_linattn import LinAttnForCausalLM, linearize
-from hf_linattn.conversion import linear_config, new_parameters
+from hf_linattn.conversion import ConversionWarning, linear_config, new_parameters
 from hf_linattn.conversion.keeping import kept_layers
 
 each_source = pytest.mark.parametrize("name", SOURCES)
@@ -231,7 +231,9 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_laye
 def test_layers_that_see_a_window(name, fields, seen):
     source = make_source(name, **fields)
     ids = random_ids(1, 11)
-    with pytest.warns(UserWarning, match=f"^{len(seen)} layers of the source see sliding_window=8 keys") as caught:
+    with pytest.warns(
+        ConversionWarning, match=f"^{len(seen)} layers of the source see sliding_window=8 keys"
+    ) as caught:
         model = linearize(source, keep_layers=[i for i in range(3) if i not in seen])
     assert caught[0].filename == __file__
     assert model(ids).logits.isfinite().all()

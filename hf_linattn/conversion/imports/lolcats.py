@@ -58,7 +58,7 @@ def import_lolcats(
     skip_connection: bool = False,
     affine: bool = False,
     window: int | None = None,
-    keep_layers: Sequence[int] = (),
+    keep_layers: Sequence[int] | float | str = (),
     expand_key_heads: bool = False,
     dtype: torch.dtype | str | None = None,
 ) -> LinAttnForCausalLM:
@@ -75,7 +75,7 @@ def import_lolcats(
         skip_connection: phi of x + W x instead of W x: the identity is added to W.
         affine: `affine_attention_factors` of their configuration.
         window: W of their layers; needed exactly where the state dicts have window factors.
-        keep_layers: layers that stayed softmax attention.
+        keep_layers: layers that stayed softmax attention, as for `linearize`.
         expand_key_heads: repeat key and value heads to Hq, so that each has a feature map of its own.
         dtype: as for `linearize`.
 
@@ -100,7 +100,7 @@ def import_lolcats(
         window=window,
         dtype=dtype,
     )
-    _check_layers(maps, model.config, keep_layers)
+    _check_layers(maps, model.config)
     if expand_key_heads:
         model = _with_repeated_key_heads(model)
     _merge_lora(model, halves, lora_alpha)
@@ -134,8 +134,8 @@ def _sort(tensors: Mapping[str, Tensor]):
     return maps, factors, halves
 
 
-def _check_layers(maps, config: LinAttnConfig, keep_layers: Sequence[int]) -> None:
-    linear = {index for index in range(config.num_hidden_layers) if index not in set(keep_layers)}
+def _check_layers(maps, config: LinAttnConfig) -> None:
+    linear = {index for index, layer_type in enumerate(config.layer_types) if layer_type != "full_attention"}
     for side in "qk":
         have = {index for index, which, what in maps if which == side and what == "layer"}
         if have != linear:
@@ -159,7 +159,7 @@ def _write_map(
     elif skip:
         if value.shape[-1] != value.shape[-2]:
             raise ValueError(f"{name} has shape {list(value.shape)}: skip_connection=True needs P = D")
-        value = value + torch.eye(value.shape[-1], dtype=value.dtype)
+        value = value + torch.eye(value.shape[-1], dtype=value.dtype, device=value.device)
     if value.shape != (heads, *target.shape[1:]):
         raise ValueError(f"{name} has shape {list(value.shape)}, and the model needs {[heads, *target.shape[1:]]}")
     groups = value.unflatten(0, (target.shape[0], -1))
@@ -194,12 +194,12 @@ def _merge_lora(model: LinAttnForCausalLM, halves: Mapping[str, Mapping[str, Ten
         if set(half) != {"A", "B"}:
             raise ValueError(f"{name} has lora_{next(iter(half))} alone; a weight needs both halves")
         module = model.get_submodule(name)
-        weight, (a, b) = module.weight, (half["A"].double(), half["B"].double())
+        weight, (a, b) = module.weight, (half["A"].cpu().double(), half["B"].cpu().double())
         delta = alpha / a.shape[0] * (b @ a)
         if name.endswith(("k_proj", "v_proj")) and delta.shape[0] < weight.shape[0]:
             delta = delta.unflatten(0, (-1, head_dim))
             delta = delta.repeat_interleave(heads // delta.shape[0], 0).flatten(0, 1)
         if delta.shape != weight.shape:
             raise ValueError(f"LoRA of {name} has shape {list(delta.shape)}, its weight {list(weight.shape)}")
-        merged = weight.detach().double() + delta.to(weight.device)
-        module.weight = nn.Parameter(merged.to(weight.dtype), requires_grad=weight.requires_grad)
+        merged = weight.detach().cpu().double() + delta  # not every device has float64
+        module.weight = nn.Parameter(merged.to(weight), requires_grad=weight.requires_grad)
