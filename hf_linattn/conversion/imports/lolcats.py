@@ -86,21 +86,23 @@ def import_lolcats(
     if feature_map not in MAPS:
         raise ValueError(f"feature_map={feature_map!r} of LoLCATs has no map here; choose one of {sorted(MAPS)}")
     maps, factors, halves = _sort({**read_tensors(attention), **read_tensors(lora or {})})
-    if not maps:
+    sizes = {value.shape[-1] for (_, _, what), value in maps.items() if what == "layer"}
+    if not sizes:
         raise ValueError("the state dicts have no feature_map_q.mlp.layer: these are no weights of LoLCATs")
+    if len(sizes) > 1:
+        raise ValueError(f"the feature maps have sizes {sorted(sizes)}, and a model has one")
     if bool(factors) != (window is not None):
         has = "window_factors: give window" if factors else "no window_factors: leave window=None"
         raise ValueError(f"window={window}, and the state dicts have {has}")
-    size = next(iter(maps.values())).shape[-1]
     model = linearize(
         base,
         feature_map=MAPS[feature_map],
-        feature_map_kwargs={"projection_dim": size, "query_heads": "query"},
+        feature_map_kwargs={"projection_dim": sizes.pop(), "query_heads": "query"},
         keep_layers=keep_layers,
         window=window,
         dtype=dtype,
     )
-    _check_layers(maps, model.config)
+    _check_layers(maps, factors, model.config)
     if expand_key_heads:
         model = _with_repeated_key_heads(model)
     _merge_lora(model, halves, lora_alpha)
@@ -134,7 +136,7 @@ def _sort(tensors: Mapping[str, Tensor]):
     return maps, factors, halves
 
 
-def _check_layers(maps, config: LinAttnConfig) -> None:
+def _check_layers(maps, factors, config: LinAttnConfig) -> None:
     linear = {index for index, layer_type in enumerate(config.layer_types) if layer_type != "full_attention"}
     for side in "qk":
         have = {index for index, which, what in maps if which == side and what == "layer"}
@@ -142,6 +144,8 @@ def _check_layers(maps, config: LinAttnConfig) -> None:
             raise ValueError(
                 f"layers {sorted(have ^ linear)} have no feature_map_{side}, or one that keep_layers leaves unused"
             )
+    if factors and set(factors) != linear:
+        raise ValueError(f"layers {sorted(set(factors) ^ linear)} have no window_factors, or ones that are left unused")
 
 
 def _write_map(
@@ -193,7 +197,10 @@ def _merge_lora(model: LinAttnForCausalLM, halves: Mapping[str, Mapping[str, Ten
     for name, half in halves.items():
         if set(half) != {"A", "B"}:
             raise ValueError(f"{name} has lora_{next(iter(half))} alone; a weight needs both halves")
-        module = model.get_submodule(name)
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"LoRA of {name}, which the model has not") from None
         weight, (a, b) = module.weight, (half["A"].cpu().double(), half["B"].cpu().double())
         delta = alpha / a.shape[0] * (b @ a)
         if name.endswith(("k_proj", "v_proj")) and delta.shape[0] < weight.shape[0]:
