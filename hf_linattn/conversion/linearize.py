@@ -108,14 +108,14 @@ def linear_config(
     if normalizer is None:
         normalizer = "denominator" if feature_map_class(feature_map).is_nonnegative else "rmsnorm"
     other = LINEAR_LAYER_TYPE if window is None else SLIDING_LAYER_TYPE
-    return LinAttnConfig(
-        **shared_fields(source),
-        layer_types=["full_attention" if i in kept else other for i in range(source.num_hidden_layers)],
-        feature_map=feature_map,
-        feature_map_kwargs=feature_map_kwargs,
-        normalizer=normalizer,
+    fields = {
+        "layer_types": ["full_attention" if i in kept else other for i in range(source.num_hidden_layers)],
+        "feature_map": feature_map,
+        "feature_map_kwargs": feature_map_kwargs,
+        "normalizer": normalizer,
         **({} if window is None else {"sliding_window": window}),
-    )
+    }
+    return LinAttnConfig.from_preset("seed", **shared_fields(source) | fields)  # Llama's rotations, no convolution
 
 
 def _check_windows(sizes: list[int | None], kept: list[int], positions: int) -> None:

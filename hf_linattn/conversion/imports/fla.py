@@ -126,7 +126,8 @@ def _config(theirs: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LinAttn
     name, options = MAPS[feature_map]
     carried = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "initializer_range")
     ids = {field: theirs.get(field) for field in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    return LinAttnConfig(
+    return LinAttnConfig.from_preset(
+        "seed",
         **{field: theirs[field] for field in carried if field in theirs},
         **ids,
         intermediate_size=gate.shape[0],
