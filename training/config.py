@@ -142,7 +142,17 @@ class PretrainConfig(RunConfig):
 
 
 @dataclass
-class FinetuneConfig(RunConfig):
+class LoraFields(RunConfig):
+    """Runs that train all weights of a checkpoint, or adapters."""
+
+    lora_rank: int = option(0, "train LoRA adapters of this rank on all projections; 0 trains all weights")
+    lora_alpha: float = option(32.0, "LoRA: adapters are scaled by lora_alpha / lora_rank")
+    lora_dropout: float = option(0.0, "LoRA: dropout in front of the adapters")
+    merge_lora: bool = option(True, "LoRA: write the merged model too, beside the adapter")
+
+
+@dataclass
+class FinetuneConfig(LoraFields):
     """finetune.py: a checkpoint on conversations, or on classified texts or words."""
 
     task: Literal["chat", "sequence_classification", "token_classification"] = option("chat", "what is learned")
@@ -155,10 +165,6 @@ class FinetuneConfig(RunConfig):
     text_pair_column: str | None = option(None, "sequence_classification: column of a second text")
     tokens_column: str = option("tokens", "token_classification: column with a list of words")
     label_column: str = option("label", "classification: column of the label, or of a list with one for every word")
-    lora_rank: int = option(0, "train LoRA adapters of this rank on all projections; 0 trains all weights")
-    lora_alpha: float = option(32.0, "LoRA: adapters are scaled by lora_alpha / lora_rank")
-    lora_dropout: float = option(0.0, "LoRA: dropout in front of the adapters")
-    merge_lora: bool = option(True, "LoRA: write the merged model too, beside the adapter")
     learning_rate: float = option(2e-4, "peak of the schedule")
     weight_decay: float = option(0.0, "AdamW decay of matrices; norms and biases have none")
     output_dir: str = option("runs/finetune", "model, tokenizer, results, checkpoints and log go here")
@@ -167,6 +173,45 @@ class FinetuneConfig(RunConfig):
         super().__post_init__()
         if self.model_name_or_path is None:
             raise ConfigError("give model_name_or_path: the checkpoint to start from")
+
+
+@dataclass
+class LinearizeConfig(LoraFields):
+    """linearize.py: a converted model on text, with the model it was converted from as its teacher."""
+
+    stage: Literal["transfer", "distill", "rank"] = option(
+        "transfer",
+        "transfer: feature maps learn the teacher's attention; distill: the student learns its predictions, or text; "
+        "rank: find the layers whose softmax attention is missed most, and restore some",
+    )
+    model_name_or_path: str | None = option(None, "the student: a checkpoint that hf-linattn linearize wrote")
+    teacher_name_or_path: str | None = option(None, "the model that it was converted from")
+    transfer_loss: Literal["attention", "output", "hidden"] = option(
+        "attention", "transfer: KL of attention weights, windows off; or the squared error of what comes out of the "
+        "attention, or of the whole layer",
+    )  # fmt: skip
+    objective: Literal["kl", "cross_entropy"] = option(
+        "kl", "distill: the teacher's predictions, or the next token of the text"
+    )
+    window_dropout: float = option(
+        0.0, "distill: part of the forward passes in which a layer's window is off and the linear part works alone"
+    )
+    keep_fraction: float = option(0.25, "rank: part of all layers whose softmax attention is restored")
+    streaming: bool = option(False, "read the dataset as it is needed instead of tokenising all of it first")
+    eval_bytes: int = option(100_000, "evaluate on this much held-out text at most")
+    isolate_documents: bool = option(True, "restart position_ids at each document, so that none sees its neighbours")
+    weight_decay: float = option(0.0, "AdamW decay of matrices; norms and biases have none")
+    output_dir: str = option("runs/linearize", "model, tokenizer, results, checkpoints and log go here")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.model_name_or_path is None:
+            raise ConfigError("give model_name_or_path: the student, as hf-linattn linearize writes it")
+        if self.teacher_name_or_path is None and (self.stage != "distill" or self.objective == "kl"):
+            raise ConfigError("give teacher_name_or_path: the model that the student was converted from")
+        for name in ("window_dropout", "keep_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
 
 
 @dataclass

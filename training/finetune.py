@@ -9,7 +9,6 @@ checkpoints from which `resume: auto` goes on as if the run had never stopped. F
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from checkpoints import merged_weights, whole_or_absent
-from config import ConfigError, FinetuneConfig, read_config
+from config import FinetuneConfig, read_config
 from data import IGNORE, BlockStream, pad_token
 from examples import (
     Example,
@@ -54,6 +52,7 @@ from loop import (
     start_accelerator,
     train,
 )
+from lora import save_model, with_lora
 from models import load_model, load_tokenizer
 from strategy import report
 
@@ -94,7 +93,7 @@ def main(argv: list[str]) -> None:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if config.lora_rank:
-        model = with_lora(model, config)
+        model = with_lora(model, config, PEFT_TASKS[config.task])
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{type(task.model).__name__}: {trained:,} of {parameters:,} parameters are trained on {accelerator.device}")
@@ -127,7 +126,7 @@ def main(argv: list[str]) -> None:
     train(run)
 
     # 6. What came of it.
-    save(accelerator, model, tokenizer, config)
+    save_model(accelerator, model, tokenizer, config)
     if accelerator.is_main_process:
         (_, before), (_, after) = state["evaluations"][0], state["evaluations"][-1]
         results = {
@@ -222,41 +221,6 @@ def class_figures(
         "accuracy": (right.sum() / total).item(),
         "macro_f1": f1[true > 0].mean().item(),
     }
-
-
-# ---- LoRA ----
-
-
-def with_lora(model: PreTrainedModel, config: FinetuneConfig) -> torch.nn.Module:
-    """Adapters on every projection; all else is frozen, but for a new head."""
-    if find_spec("peft") is None:
-        raise ConfigError("lora_rank needs peft: pip install peft, or set lora_rank: 0")
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules="all-linear",
-        task_type=PEFT_TASKS[config.task],
-    )
-    if config.gradient_checkpointing:
-        model.enable_input_require_grads()  # the frozen embeddings give no gradient to go back to
-    return get_peft_model(model, lora)
-
-
-def save(accelerator: Accelerator, model, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> None:
-    weights = merged_weights(accelerator, model)
-    whole, output_dir = accelerator.unwrap_model(model), Path(config.output_dir)
-    with whole_or_absent(config, "the model"):
-        if not config.lora_rank:
-            whole.save_pretrained(output_dir, is_main_process=accelerator.is_main_process, state_dict=weights)
-        elif accelerator.is_main_process:
-            whole.save_pretrained(output_dir / "adapter", state_dict=weights)
-            if config.merge_lora:
-                whole.merge_and_unload().save_pretrained(output_dir)
-        if accelerator.is_main_process:
-            tokenizer.save_pretrained(output_dir)
 
 
 if __name__ == "__main__":

@@ -158,6 +158,13 @@ class LinearAttention(nn.Module):
         out = out.reshape(batch, length, self.num_heads * self.head_dim).to(hidden_states.dtype)
         return self.o_proj(out), weights
 
+    def queries_and_keys(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the feature map is applied to: q [B, T, Hq, D] and k [B, T, Hk, D] of `hidden_states` [B, T, hidden]."""
+        q, k, *_ = self._project(hidden_states, None, (), None)
+        return self._rotate(q, position_embeddings), self._rotate(k, position_embeddings)
+
     def _in_two(self, head, hidden_states, position_embeddings, key_mask, position_ids, cache) -> tuple[Tensor, None]:
         """Read all but the last tokens unrecorded, so that what a rollback needs does not follow the prompt."""
         layer, outs = cache.layers[self.layer_idx], []
