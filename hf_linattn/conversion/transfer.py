@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..layers import LinearAttention, Packing
 from ..models.linattn.masks import find_packing
+from .loading import new_parameters
 
 LOSSES = ("attention", "output", "hidden")
 TINY = 1e-12  # a weight below this counts as this, and gets no gradient
@@ -99,20 +100,6 @@ def _visible(documents: Tensor, rows: slice, seen: slice) -> Tensor:
     return (of_rows == of_seen) & (of_seen >= 0) & (places[rows, None] >= places[seen])
 
 
-def new_parameters(student: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """What conversion added to the teacher: the parameters that attention transfer trains, by name."""
-    found = {}
-    for name, module in student.named_modules():
-        if isinstance(module, LinearAttention):
-            parts = {f"{name}.{each}": getattr(module, each, None) for each in ("feature_map", "o_norm", "window_mix")}
-            for part, value in parts.items():
-                if isinstance(value, nn.Parameter):
-                    found[part] = value
-                elif value is not None:
-                    found |= {f"{part}.{each}": parameter for each, parameter in value.named_parameters()}
-    return found
-
-
 def linear_layers_of(student: PreTrainedModel) -> list[int]:
     """The numbers of the layers whose attention is linear."""
     return [i for i, layer in enumerate(student.model.layers) if isinstance(layer.self_attn, LinearAttention)]
@@ -161,7 +148,9 @@ class AttentionTransfer(nn.Module):
             )
         self.loss = loss
         self.models = (student, teacher)  # a tuple: not modules of this one
-        self.learned = nn.ParameterDict({name.replace(".", "/"): p for name, p in new_parameters(student).items()})
+        new = set(new_parameters(student))
+        learned = {name: parameter for name, parameter in student.named_parameters() if name in new}
+        self.learned = nn.ParameterDict({name.replace(".", "/"): parameter for name, parameter in learned.items()})
         if not self.learned:
             raise ValueError(
                 f"feature_map={student.config.feature_map!r} has nothing to learn; go on with distillation"

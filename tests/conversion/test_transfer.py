@@ -6,7 +6,8 @@ from helpers import GROUPED, LINEAR, SIZES, random_ids
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM
-from hf_linattn.conversion.transfer import AttentionTransfer, attention_kl, new_parameters
+from hf_linattn.conversion import new_parameters
+from hf_linattn.conversion.transfer import AttentionTransfer, attention_kl
 from hf_linattn.ops import attention_weights
 
 
@@ -49,7 +50,7 @@ def make_pair(feature_map="hedgehog", **fields):
     sizes = {**SIZES, **GROUPED, "num_hidden_layers": 3}
     teacher = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     types = fields.pop("layer_types", [LINEAR] * 3)
-    config = LinAttnConfig(**sizes, feature_map=feature_map, layer_types=types, **fields)
+    config = LinAttnConfig.from_preset("seed", **{**sizes, "feature_map": feature_map, "layer_types": types, **fields})
     student = LinAttnForCausalLM(config).eval()
     lacking, unexpected = student.load_state_dict(teacher.state_dict(), strict=False)
     assert set(lacking) == set(new_parameters(student))

@@ -1,5 +1,6 @@
 """The stages of recovery run from a small student and teacher: what is learned, written, gone on with, and refused."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import linearize
+import linearize as script
 from config import ConfigError, LinearizeConfig, read_config
 from data import byte_tokenizer
-from hf_linattn import LinAttnConfig, LinAttnForCausalLM
+from hf_linattn import LinAttnForCausalLM
+from hf_linattn import linearize as linearize_model
 from hf_linattn.benchmark.record import read_json
 from recipes import TINY, small_run
 
@@ -30,9 +32,7 @@ def pair(tmp_path):
     torch.manual_seed(0)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     teacher = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES, **ids))
-    fields = {"feature_map": "hedgehog", "conv_kernel_size": 0, "rope_position": "before"}
-    student = LinAttnForCausalLM(LinAttnConfig(vocab_size=len(tokenizer), **SIZES, **ids, **fields))
-    student.load_state_dict(teacher.state_dict(), strict=False)
+    student = linearize_model(copy.deepcopy(teacher))
     for name, model in (("teacher", teacher), ("student", student)):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
@@ -46,7 +46,7 @@ def recover(pair, corpus_file):
     def make(**changes):
         paths = {"model_name_or_path": pair / "student", "teacher_name_or_path": pair / "teacher"}
         fields = {"model_config": None, **paths} | changes
-        return run(small_run(corpus_file, fields.pop("output_dir", pair / "run"), **fields), linearize.main)
+        return run(small_run(corpus_file, fields.pop("output_dir", pair / "run"), **fields), script.main)
 
     return make
 
