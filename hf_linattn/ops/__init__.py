@@ -14,6 +14,14 @@ from .inputs import resolve_feature_map
 from .parallel import attention_weights as _attention_weights
 from .parallel import parallel_linear_attention as _parallel
 from .recurrent import recurrent_linear_attention as _recurrent
+from .sliding import (
+    SlidingAttentionState,
+    chunk_sliding_attention,
+    parallel_sliding_attention,
+    recurrent_sliding_attention,
+    sliding_attention_weights,
+    sliding_linear_attention,
+)
 from .state import LinearAttentionState
 from .step import decode_step as _decode_step
 from .traced import traced_linear_attention as _traced
@@ -111,14 +119,20 @@ __all__ = [
     "FEATURE_MAPS",
     "FeatureMap",
     "LinearAttentionState",
+    "SlidingAttentionState",
     "attention_weights",
     "chunk_linear_attention",
+    "chunk_sliding_attention",
     "decode_step",
     "feature_map_class",
     "linear_attention",
     "make_feature_map",
     "parallel_linear_attention",
+    "parallel_sliding_attention",
     "recurrent_linear_attention",
+    "recurrent_sliding_attention",
     "register_feature_map",
+    "sliding_attention_weights",
+    "sliding_linear_attention",
     "traced_linear_attention",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,24 +168,27 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def per_document(
-    form: Callable[..., tuple[Tensor, LinearAttentionState | None]],
+    form: Callable[..., tuple[Tensor, Any]],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     cu_seqlens: Tensor,
     key_mask: Tensor | None = None,
-    initial_state: LinearAttentionState | None = None,
+    initial_state: Any = None,
     **kwargs,
-) -> tuple[Tensor, LinearAttentionState | None]:
-    """Run `form` on each packed document by itself and join outputs (along T) and states (along the rows)."""
+) -> tuple[Tensor, Any]:
+    """Run `form` on each packed document by itself and join outputs (along T) and states (along the rows).
+
+    A state is a named tuple of tensors with a row for each document.
+    """
     offsets = cu_seqlens.tolist()
     outs, states = [], []
     for row, (start, stop) in enumerate(zip(offsets, offsets[1:])):
         part = slice(start, stop)
         state = None
         if initial_state is not None:
-            state = LinearAttentionState(initial_state.mu[row : row + 1], initial_state.nu[row : row + 1])
+            state = type(initial_state)(*(x[row : row + 1] for x in initial_state))
         if start == stop:  # an empty document: its state is what it started with
             states.append(state)
             continue
@@ -195,11 +199,9 @@ def per_document(
     final = next((state for state in states if state is not None), None)
     if not kwargs["output_final_state"]:
         return torch.cat(outs, 1), None
-    empty = LinearAttentionState(torch.zeros_like(final.mu), torch.zeros_like(final.nu))
-    states = [(empty if state is None else state).to(final.mu.dtype) for state in states]
-    return torch.cat(outs, 1), LinearAttentionState(
-        torch.cat([state.mu for state in states]), torch.cat([state.nu for state in states])
-    )
+    empty = [torch.zeros_like(x) for x in final]
+    parts = zip(*(empty if state is None else state for state in states))  # mu of every document, nu of every one, ...
+    return torch.cat(outs, 1), type(final)(*(torch.cat([x.to(one.dtype) for x in xs]) for one, xs in zip(final, parts)))
 
 
 def segment_ids(cu_seqlens: Tensor, length: int) -> Tensor:
