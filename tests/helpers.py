@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM, LinearAttentionCache
 
-LINEAR, FULL = "kernel_linear_attention", "full_attention"
+LINEAR, FULL, SLIDING = "kernel_linear_attention", "full_attention", "kernel_linear_attention_sliding"
 VOCAB = 29
 SIZES = {
     "vocab_size": VOCAB,
@@ -30,6 +30,7 @@ SIZES = {
 }
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
 HYBRID = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+WINDOW = {"layer_types": [SLIDING] * 2, "sliding_window": 3}
 
 # What a config may ask for; every general property is checked under each.
 CONFIGS = {
@@ -44,11 +45,13 @@ CONFIGS = {
     "hedgehog_query": {**GROUPED, "feature_map": "hedgehog", "feature_map_kwargs": {"query_heads": "query"}},
     "hedgehog_tied": {**GROUPED, "feature_map": "hedgehog", "feature_map_kwargs": {"tied": True}},
     "taylor2": {"feature_map": "taylor2", "head_dim": 4},
+    "sliding": {**GROUPED, **WINDOW},
+    "sliding_hybrid": {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, LINEAR], "sliding_window": 3},
     "favor": {**GROUPED, "feature_map": "favor", "feature_map_kwargs": {"num_features": 9, "seed": 3}},
     "cosformer": {"feature_map": "cosformer", "feature_map_kwargs": {"horizon": 300}, "max_position_embeddings": 300},
 }
 EXACT = 1e-7
-FEW = ("linear", "conv", "hybrid", "rmsnorm", "hedgehog_query")  # where a property depends on little else
+FEW = ("linear", "conv", "hybrid", "rmsnorm", "hedgehog_query", "sliding")  # where a property depends on little else
 
 
 def make_config(name: str = "linear", **changes) -> LinAttnConfig:
@@ -66,7 +69,7 @@ def fill(model, seed=0):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = 0.3 * torch.randn(parameter.shape, generator=g)
-            starts_constant = any(part in parameter_name for part in ("norm", "conv", "feature_map", "bias"))
+            starts_constant = any(part in parameter_name for part in ("norm", "conv", "feature_map", "bias", "mix"))
             parameter.copy_(parameter + noise if starts_constant else noise)
     return model.eval()
 
@@ -133,11 +136,11 @@ def read(model, ids: Tensor, lengths, mask: Tensor | None = None, cache=None, wh
 
 
 def states(cache) -> list[Tensor]:
-    """mu, nu and convolution tails of every linear layer."""
+    """mu, nu, windows and convolution tails of every linear or sliding layer."""
     found = []
     for layer in cache.layers:
         if hasattr(layer, "mu"):
-            found += [layer.mu, layer.nu, *layer.conv_tails]
+            found += [layer.mu, layer.nu, *(layer.state or ())[2:], *layer.conv_tails]
     return found
 
 
@@ -147,6 +150,7 @@ def contents(cache) -> list[Tensor]:
     for layer in cache.layers:
         names = ("mu", "nu", "padding", "keys", "values", "cumulative_length")
         tensors = [getattr(layer, name, None) for name in names] + list(getattr(layer, "conv_tails", ()))
+        tensors += (getattr(layer, "state", None) or ())[2:]
         found += [tensor.detach().clone() for tensor in tensors if isinstance(tensor, Tensor)]
     return found
 

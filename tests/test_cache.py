@@ -9,6 +9,7 @@ from helpers import (
     FEW,
     FULL,
     LINEAR,
+    SLIDING,
     assert_same_bits,
     contents,
     make_config,
@@ -23,7 +24,12 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
 from hf_linattn import LinearAttentionCache
-from hf_linattn.cache import KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer
+from hf_linattn.cache import (
+    KernelLinearAttentionLayer,
+    SlidingKernelLinearAttentionLayer,
+    StaticKernelLinearAttentionLayer,
+    StaticSlidingKernelLinearAttentionLayer,
+)
 
 KINDS = {
     "own": LinearAttentionCache,
@@ -32,7 +38,7 @@ KINDS = {
     "static": lambda config: StaticCache(config=config, max_cache_len=32),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
-each_name = pytest.mark.parametrize("name", ["linear", "conv", "hybrid"])
+each_name = pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "sliding"])
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
 
 
@@ -72,6 +78,8 @@ def test_every_kind_of_cache_works(name, kind):
 def test_layers_are_registered_under_a_new_name():
     assert DYNAMIC_LAYER_TYPE_MAPPING[LINEAR] is KernelLinearAttentionLayer
     assert STATIC_LAYER_TYPE_MAPPING[LINEAR] is StaticKernelLinearAttentionLayer
+    assert DYNAMIC_LAYER_TYPE_MAPPING[SLIDING] is SlidingKernelLinearAttentionLayer
+    assert STATIC_LAYER_TYPE_MAPPING[SLIDING] is StaticSlidingKernelLinearAttentionLayer
     assert "Kernel" not in DYNAMIC_LAYER_TYPE_MAPPING["linear_attention"].__name__
     cache = LinearAttentionCache(make_config("hybrid"))
     assert [type(layer).__name__ for layer in cache.layers] == [
@@ -96,6 +104,26 @@ def test_the_state_is_mu_and_nu():
     assert_same_bits(list(layer.state), [layer.mu, layer.nu])
     assert layer.keys is None
     assert layer.values is None
+
+
+def test_the_state_of_a_sliding_layer_is_its_window_and_what_left_it():
+    """Layer 0, without rotation: the last three keys and values as projected, and phi(k)^T v of the two before."""
+    model, seen = make_model("sliding", rope_position="none").double(), {}
+    attention = model.model.layers[0].self_attn
+    for key in "kv":
+        projection = getattr(attention, f"{key}_proj")
+        projection.register_forward_hook(lambda module, args, out, key=key: seen.update({key: out}))
+    mask = torch.tensor([[0, 1, 1, 1, 0, 1, 1], [1, 1, 0, 0, 0, 0, 0]])
+    state = model(random_ids(2, 7), attention_mask=mask).cache.layers[0].state
+    for row, tokens in ((0, [1, 2, 3, 5, 6]), (1, [0, 1])):
+        k, v = (seen[key][row, tokens].unflatten(-1, (2, 6)) for key in "kv")  # [n, Hk, D]
+        assert state.count[row] == min(3, len(tokens))
+        assert_close(state.keys[row, -len(tokens) :], k[-3:], EXACT)
+        assert_close(state.values[row, -len(tokens) :], v[-3:], EXACT)
+        phi = torch.where(k > 0, k + 1, k.exp())[:-3]
+        assert_close(state.nu[row], phi.sum(0), EXACT)
+        assert_close(state.mu[row], torch.einsum("nhf,nhe->hfe", phi, v[:-3]), EXACT)
+    assert not state.keys[1, 0].any()
 
 
 # ---- length and size
@@ -159,10 +187,11 @@ def held(cache):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "hedgehog_query"])
+@pytest.mark.parametrize("name", ["linear", "conv", "hedgehog_query", "sliding"])
 def test_bytes_do_not_grow(name):
     """A hundred tokens or a hundred thousand: what the config says."""
     sizes = {"hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"layer_types": [SLIDING]} if name == "sliding" else {}
     model = make_model(name, num_hidden_layers=1, head_dim=2, **sizes)
     ids, cache = random_ids(1, 20_000), LinearAttentionCache(model.config)
     expected = model.config.state_nbytes(1)
@@ -286,7 +315,7 @@ def test_steps_leave_earlier_states_alone():
     assert_same_bits(kept, copies)
 
 
-@pytest.mark.parametrize("name", ["linear", "conv"])
+@pytest.mark.parametrize("name", ["linear", "conv", "sliding"])
 def test_a_static_cache_keeps_its_addresses(name):
     model, ids = shared_model(name), random_ids(2, 12)
     cache = KINDS["static"](model.config)
@@ -332,7 +361,7 @@ def addresses(cache):
 
 
 @pytest.mark.parametrize("kind", ["own", "dynamic", "static"])
-@each_name
+@pytest.mark.parametrize("name", ["linear", "conv", "hybrid"])
 def test_a_decoding_step_writes_into_the_state(name, kind):
     model, cache = filled(name, kind)
     model(random_ids(3, 1), cache=cache)

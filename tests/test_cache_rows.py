@@ -10,7 +10,7 @@ from hf_linattn import LinearAttentionCache
 from hf_linattn.cache.rows import Row, gather_rows, share_prefix
 
 LENGTHS = (9, 3, 6)
-models = pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "gqa"])
+models = pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "gqa", "sliding"])
 
 
 def texts():
@@ -37,6 +37,7 @@ def assert_same_cache(actual, expected, mask):
         if hasattr(a, "mu"):
             assert_close(a.mu, e.mu, 1e-7)
             assert_close(a.nu, e.nu, 1e-7)
+            assert_close(a.state[2:], e.state[2:], 1e-7)
             for a_tail, e_tail in zip(a.conv_tails, e.conv_tails, strict=True):
                 assert_close(a_tail, e_tail, 1e-7)
             has_padding = bool((mask == 0).any())

@@ -95,7 +95,7 @@ def test_a_layer_that_does_not_settle_can_go_back_further(name, kind):
     assert cache.layers[0].settles
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "cosformer"])
+@pytest.mark.parametrize("name", ["linear", "conv", "cosformer", "sliding"])
 def test_a_long_prompt_is_not_recorded(name, monkeypatch):
     model, ids = shared_model(name), random_ids(1, 40)
     cache = read(model, ids, [1])[1]
@@ -112,8 +112,9 @@ def test_a_long_prompt_is_not_recorded(name, monkeypatch):
 
 
 @each_kind
-def test_the_first_tokens_can_be_undone_too(kind):
-    model, ids = shared_model("conv"), random_ids(1, 6)
+@pytest.mark.parametrize("name", ["conv", "sliding"])
+def test_the_first_tokens_can_be_undone_too(name, kind):
+    model, ids = shared_model(name), random_ids(1, 6)
     cache = KINDS[kind](model.config)
     cache.activate_past_recording()
     read(model, ids, [6], cache=cache)
@@ -163,10 +164,11 @@ def test_room_for_a_long_draft_can_be_asked_for():
     assert_same_bits(contents(cache), before)
 
 
-def test_rows_of_a_recording_cache_can_be_reordered():
-    model, ids = shared_model("conv"), random_ids(3, 12)
+@pytest.mark.parametrize("name", ["conv", "sliding"])
+def test_rows_of_a_recording_cache_can_be_reordered(name):
+    model, ids = shared_model(name), random_ids(3, 12)
     order = torch.tensor([2, 0, 0])
-    cache = recording("conv", ids, [5])
+    cache = recording(name, ids, [5])
     read(model, ids[:, 5:], [4], cache=cache)
     cache.reorder_cache(order)
     cache.crop(-3)

@@ -1,7 +1,8 @@
 """The generation cache: mu and nu per layer instead of keys and values, so that nothing grows with length.
 
 Importing this package registers the layer types with transformers: `DynamicCache(config=...)` and
-`StaticCache(config=...)` then build these layers wherever a config says `"kernel_linear_attention"`.
+`StaticCache(config=...)` then build these layers wherever a config says `"kernel_linear_attention"` or
+`"kernel_linear_attention_sliding"`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from .files import load_state, save_state, state_header
 from .layers import (
     LINEAR_LAYER_TYPE,
+    SLIDING_LAYER_TYPE,
+    STATE_LAYER_TYPES,
     KernelLinearAttentionLayer,
+    SlidingKernelLinearAttentionLayer,
     StaticKernelLinearAttentionLayer,
+    StaticSlidingKernelLinearAttentionLayer,
     register_layers,
 )
 from .rollback import Recorded, next_tail, real_first
@@ -70,7 +75,7 @@ class LinearAttentionCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor the layers keep: mu, nu, convolution tails, and keys and values where there are."""
+        """Bytes of every tensor the layers keep: states, convolution tails, and keys and values where there are."""
         return sum(_layer_nbytes(layer) for layer in self.layers)
 
 
@@ -112,7 +117,7 @@ def adopt_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> Cach
         )
     for index, (layer, layer_type) in enumerate(zip(cache.layers, layer_types)):
         is_linear = isinstance(layer, KernelLinearAttentionLayer)
-        if is_linear != (layer_type == LINEAR_LAYER_TYPE):
+        if (layer.kind if is_linear else None) != (layer_type if layer_type in STATE_LAYER_TYPES else None):
             brings_keys = layer.is_initialized and not is_linear
             why = ": a state is a sum, so that prefix tuning has no keys to stand before (tune prompts or LoRA)"
             raise ValueError(
@@ -141,10 +146,14 @@ def prefetch_next(cache: Cache, layer_idx: int, device: torch.device) -> None:
 
 __all__ = [
     "LINEAR_LAYER_TYPE",
+    "SLIDING_LAYER_TYPE",
+    "STATE_LAYER_TYPES",
     "KernelLinearAttentionLayer",
     "LinearAttentionCache",
     "Recorded",
+    "SlidingKernelLinearAttentionLayer",
     "StaticKernelLinearAttentionLayer",
+    "StaticSlidingKernelLinearAttentionLayer",
     "active_layer_types",
     "adopt_cache",
     "linear_layers",

@@ -40,6 +40,7 @@ FIELDS = (
     "rope_parameters",
     "conv_kernel_size",
     "qk_norm",
+    "sliding_window",
 )
 SAMPLE = 64  # values of each parameter that enter the fingerprint of the weights
 
@@ -82,7 +83,7 @@ def save_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
             raise ValueError("a static cache cannot be saved; read into a LinearAttentionCache")
         if isinstance(layer, KernelLinearAttentionLayer):
             padding = layer.padding if padding is None else padding
-            named = {"mu": layer.mu, "nu": layer.nu}
+            named = layer.state._asdict()
             named |= {f"conv_tails.{i}": tail for i, tail in enumerate(layer.conv_tails)}
         else:
             named = {"keys": layer.keys, "values": layer.values}
@@ -123,7 +124,8 @@ def load_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
             if name.startswith(f"layers.{index}.")
         }
         is_linear = isinstance(layer, KernelLinearAttentionLayer)
-        missing = {"mu", "nu"} - set(part) if is_linear else {"keys", "values"} - set(part)
+        fields = layer.state_class._fields if is_linear else ("keys", "values")
+        missing = set(fields) - set(part)
         if missing:
             raise ValueError(f"{path}: layer {index} lacks {', '.join(sorted(missing))}")
         if not is_linear:
@@ -135,8 +137,9 @@ def load_state(cache: LinearAttentionCache, path: str | os.PathLike, model: nn.M
                 f"{path}: layer {index} has mu {part['mu'].dtype} {list(part['mu'].shape)} and nu "
                 f"{list(part['nu'].shape)}; a state is float32 [B, Hk, F, E] and [B, Hk, F]"
             )
-        tails = tuple(part[f"conv_tails.{i}"] for i in range(len(part) - 2))
-        layer.restore(part["mu"], part["nu"], tails, tokens, tensors.get("padding"))
+        state = layer.state_class(*(part[name] for name in fields))
+        tails = tuple(part[f"conv_tails.{i}"] for i in range(len(part) - len(fields)))
+        layer.restore(state, tails, tokens, tensors.get("padding"))
 
 
 def state_header(path: str | os.PathLike) -> dict[str, str]:

@@ -1,20 +1,23 @@
-"""The cache layers: mu and nu of one linear attention layer, at replaced or at fixed addresses.
+"""The cache layers: the state of one linear attention layer, at replaced or at fixed addresses.
 
-Importing this module registers them with transformers under their layer type.
+Importing this module registers them with transformers under their layer types.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-from ..ops import LinearAttentionState
+from ..ops import LinearAttentionState, SlidingAttentionState
 from .rollback import Recorded
 
 LINEAR_LAYER_TYPE = "kernel_linear_attention"
+SLIDING_LAYER_TYPE = "kernel_linear_attention_sliding"
+STATE_LAYER_TYPES = (LINEAR_LAYER_TYPE, SLIDING_LAYER_TYPE)  # those whose cache does not grow
+State = LinearAttentionState | SlidingAttentionState
 
 
 class KernelLinearAttentionLayer(CacheLayerMixin):
@@ -29,6 +32,8 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         record_past: whether calls are recorded so that `crop` can undo them; see `activate_past_recording`.
         max_rollback: tokens that can be undone; what is older is not recorded, whatever the length of a prompt.
         settles: whether `crop` settles what it leaves; otherwise the latest `max_rollback` tokens can still be undone.
+        kind: the layer type of a config that this layer is for.
+        state_class: the state that its attention function takes and gives.
 
     `keys` and `values` stay `None`. A decoding step without autograd writes into the state if the layer alone has it
     (`owns_state`); every other call replaces it. So a backward pass through an earlier call stays valid, and a state
@@ -36,6 +41,8 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
     """
 
     _layer_type = LINEAR_LAYER_TYPE
+    kind: ClassVar[str] = LINEAR_LAYER_TYPE
+    state_class: ClassVar[type[State]] = LinearAttentionState
     supports_early_init = False  # F depends on the feature map, which a cache does not know
     is_compileable = False
     is_croppable = True
@@ -47,6 +54,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         super().__init__(**kwargs)
         self._mu: Tensor | None = None
         self._nu: Tensor | None = None
+        self._window: tuple[Tensor, ...] = ()  # what the state has beside mu and nu
         self._owned = False
         self.conv_tails: tuple[Tensor, ...] = ()
         self.padding: Tensor | None = None
@@ -91,9 +99,10 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         self._owned = False
 
     @property
-    def state(self) -> LinearAttentionState | None:
-        """mu and nu, or `None` before the first token."""
-        return LinearAttentionState(self.mu, self.nu) if self.is_initialized else None
+    def state(self) -> State | None:
+        """mu and nu (and the window where there is one), or `None` before the first token."""
+        self.share()
+        return self._state() if self.is_initialized else None
 
     @property
     def has_padding(self) -> bool:
@@ -108,10 +117,10 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of mu, nu and the convolution tails."""
+        """Bytes of the state and the convolution tails."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
-    def read(self, heads: int, value_dim: int, tails: tuple[tuple[int, int], ...] = ()) -> LinearAttentionState | None:
+    def read(self, heads: int, value_dim: int, tails: tuple[tuple[int, int], ...] = ()) -> State | None:
         """The state to continue from, checked against what the layer of the model expects.
 
         Args:
@@ -130,11 +139,11 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
                 f"the cache comes from another model: its convolution tails (kernel - 1, channels) are {held}, this "
                 f"layer needs {tails}"
             )
-        return LinearAttentionState(self._mu, self._nu)
+        return self._state()
 
     def store(
         self,
-        state: LinearAttentionState,
+        state: State,
         conv_tails: tuple[Tensor, ...],
         num_tokens: int,
         record: Recorded | None = None,
@@ -144,7 +153,8 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
             self._recorded = []
         else:
             self._remember(record)
-        self._mu, self._nu, self.conv_tails = state.mu, state.nu, conv_tails
+        self._mu, self._nu, *window = state
+        self._window, self.conv_tails = tuple(window), conv_tails
         self.device = state.mu.device
         self._count(num_tokens)
         self.is_initialized = True
@@ -156,12 +166,10 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
         self.conv_tails = conv_tails
         self._count(1)
 
-    def restore(
-        self, mu: Tensor, nu: Tensor, conv_tails: tuple[Tensor, ...], seq_length: int, padding: Tensor | None
-    ) -> None:
+    def restore(self, state: State, conv_tails: tuple[Tensor, ...], seq_length: int, padding: Tensor | None) -> None:
         """Become a layer that has read `seq_length` tokens, with the given state."""
         self.reset()
-        self.store(LinearAttentionState(mu, nu), conv_tails, seq_length)
+        self.store(state, conv_tails, seq_length)
         self.padding = padding
         self.share()
 
@@ -191,7 +199,7 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self._mu = self._nu = self.padding = None
-        self.conv_tails = ()
+        self._window = self.conv_tails = ()
         self.seq_length = 0
         self.is_initialized = False
         self._recorded = []
@@ -278,20 +286,24 @@ class KernelLinearAttentionLayer(CacheLayerMixin):
 
     def _restore(self, record: Recorded, kept: int) -> None:
         state, self.conv_tails = record.after(kept)
-        self._mu, self._nu = (None, None) if state is None else state
+        self._mu, self._nu, *window = (None, None) if state is None else state
+        self._window = tuple(window)
         self.is_initialized = state is not None
         self.share()
         if record.key_mask is not None:
             self.padding = self.padding - record.key_mask[:, kept:].logical_not().sum(-1)
 
+    def _state(self) -> State:
+        return self.state_class(self._mu, self._nu, *self._window)
+
     def _tensors(self) -> list[Tensor]:
-        return [self._mu, self._nu, *self.conv_tails] if self.is_initialized else []
+        return [self._mu, self._nu, *self._window, *self.conv_tails] if self.is_initialized else []
 
     def _apply(self, function) -> None:
         if not self.is_initialized:
             return
         self._mu, self._nu = function(self._mu), function(self._nu)
-        self.conv_tails = tuple(function(tail) for tail in self.conv_tails)
+        self._window, self.conv_tails = (tuple(map(function, each)) for each in (self._window, self.conv_tails))
         if self.padding is not None:
             self.padding = function(self.padding)
         self._recorded = [record.map(function) for record in self._recorded]
@@ -320,7 +332,7 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
 
     def store(
         self,
-        state: LinearAttentionState,
+        state: State,
         conv_tails: tuple[Tensor, ...],
         num_tokens: int,
         record: Recorded | None = None,
@@ -330,7 +342,7 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
             self._remember(record.with_start(lambda tensor: tensor.clone()))
         elif self._recorded:
             self._recorded = []
-        new = (state.mu, state.nu, *conv_tails)
+        new = (*state, *conv_tails)
         if not self.is_initialized:
             self.device = state.mu.device
             self.cumulative_length = self.cumulative_length.to(self.device)
@@ -382,7 +394,7 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
     def _restore(self, record: Recorded, kept: int) -> None:
         state, tails = record.after(kept)
         if state is None:  # before the first token: the empty state, at the same addresses
-            state = (torch.zeros_like(self._mu), torch.zeros_like(self._nu))
+            state = map(torch.zeros_like, self._state())
         self._write((*state, *tails))
         if record.key_mask is not None:
             self.padding.sub_(record.key_mask[:, kept:].logical_not().sum(-1))
@@ -406,16 +418,37 @@ class StaticKernelLinearAttentionLayer(KernelLinearAttentionLayer):
         self.padding = before[-1]
 
     def _set(self, tensors: tuple[Tensor, ...]) -> None:
-        self._mu, self._nu, self.conv_tails = tensors[0], tensors[1], tensors[2:]
+        size = len(self.state_class._fields)
+        self._mu, self._nu, self._window, self.conv_tails = *tensors[:2], tensors[2:size], tensors[size:]
         self.is_initialized = True
+
+
+class SlidingKernelLinearAttentionLayer(KernelLinearAttentionLayer):
+    """The same of a sliding layer, whose state has a window beside mu and nu: `state.keys`, `.values`, `.count`."""
+
+    _layer_type = kind = SLIDING_LAYER_TYPE
+    state_class = SlidingAttentionState
+
+
+class StaticSlidingKernelLinearAttentionLayer(StaticKernelLinearAttentionLayer):
+    """The state of a sliding layer at fixed addresses."""
+
+    kind = SLIDING_LAYER_TYPE
+    state_class = SlidingAttentionState
+
+
+LAYER_CLASSES = {
+    LINEAR_LAYER_TYPE: (KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer),
+    SLIDING_LAYER_TYPE: (SlidingKernelLinearAttentionLayer, StaticSlidingKernelLinearAttentionLayer),
+}
 
 
 def register_layers() -> None:
     """Have transformers build the layers of this copy of the code: checkpoints may carry others into the process."""
-    if DYNAMIC_LAYER_TYPE_MAPPING.get(LINEAR_LAYER_TYPE) is not KernelLinearAttentionLayer:
-        DYNAMIC_LAYER_TYPE_MAPPING[LINEAR_LAYER_TYPE] = KernelLinearAttentionLayer
-    if STATIC_LAYER_TYPE_MAPPING.get(LINEAR_LAYER_TYPE) is not StaticKernelLinearAttentionLayer:
-        STATIC_LAYER_TYPE_MAPPING[LINEAR_LAYER_TYPE] = StaticKernelLinearAttentionLayer
+    for kind, classes in LAYER_CLASSES.items():
+        for mapping, layer in zip((DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING), classes):
+            if mapping.get(kind) is not layer:
+                mapping[kind] = layer
 
 
 register_layers()

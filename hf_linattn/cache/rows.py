@@ -59,11 +59,11 @@ def _gather_states(layer, sources, length: int, padding: list[int]) -> None:
              for tensor, (_, run) in zip(tensors, sources)]
         )  # fmt: skip
 
-    mu, nu = pick([source.mu for source, _ in sources]), pick([source.nu for source, _ in sources])
+    state = layer.state_class(*(pick(parts) for parts in zip(*(source.state for source, _ in sources))))
     tails = tuple(
         pick([source.conv_tails[part] for source, _ in sources]) for part in range(len(sources[0][0].conv_tails))
     )
-    layer.restore(mu, nu, tails, length, torch.tensor(padding, device=mu.device) if any(padding) else None)
+    layer.restore(state, tails, length, torch.tensor(padding, device=state.mu.device) if any(padding) else None)
 
 
 def _gather_right_aligned(sources: list[tuple[Tensor, list[Row]]], length: int) -> Tensor:
@@ -107,8 +107,7 @@ def share_prefix(cache: Cache, config: PreTrainedConfig) -> LinearAttentionCache
             padding = 0 if given.padding is None else int(given.padding)
             if padding and "full_attention" in config.layer_types:
                 raise ValueError("the cache was padded, and full attention layers keep that: read the text unpadded")
-            given.share()
-            own.restore(given.mu, given.nu, given.conv_tails, given.seq_length - padding, None)
+            own.restore(given.state, given.conv_tails, given.seq_length - padding, None)
         else:
             own.lazy_initialization(given.keys, given.values)
             own.keys, own.values = given.keys, given.values

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache import LINEAR_LAYER_TYPE
+from ..cache import STATE_LAYER_TYPES
 from .assisted import AssistedDecodingMixin
 from .columns import Columns
 from .processors import incremental_processors
@@ -32,7 +32,7 @@ class StepInputs:
         cache = model_kwargs["cache"]
         position_ids = model_kwargs.get("position_ids")
         mask = model_kwargs.get("attention_mask")
-        is_hybrid = any(kind != LINEAR_LAYER_TYPE for kind in model.config.get_text_config().layer_types)
+        is_hybrid = any(kind not in STATE_LAYER_TYPES for kind in model.config.get_text_config().layer_types)
         # a linear layer needs the mask of new tokens only, and those are real
         self.mask = Columns(mask, most) if mask is not None and is_hybrid else None
         self.position = None if position_ids is None else position_ids[..., -1:]
@@ -53,7 +53,8 @@ class StepInputs:
             # key/value layers at fixed addresses: transformers prepares their mask outside of the compiled call
             inputs = self.model.prepare_inputs_for_generation(inputs.pop("input_ids"), next_sequence_length=1, **inputs)
             if isinstance(inputs.get("attention_mask"), dict):
-                inputs["attention_mask"].pop(LINEAR_LAYER_TYPE, None)
+                for kind in STATE_LAYER_TYPES:
+                    inputs["attention_mask"].pop(kind, None)
         elif tokens.device != self.model.device:
             moved = {key: inputs[key].to(self.model.device) for key in _STEP_TENSORS & inputs.keys()}
             inputs.update(moved)

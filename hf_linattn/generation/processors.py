@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..cache import LINEAR_LAYER_TYPE
+from ..cache import STATE_LAYER_TYPES
 
 
 class IncrementalRepetitionPenalty(LogitsProcessor):
@@ -123,7 +123,7 @@ class FlatGuidance(LogitsProcessor):
     def __init__(self, stock: UnbatchedClassifierFreeGuidanceLogitsProcessor):
         self.stock = stock
         layer_types = stock.model.config.get_text_config().layer_types
-        self.is_flat = stock.unconditional_context["use_cache"] and set(layer_types) == {LINEAR_LAYER_TYPE}
+        self.is_flat = stock.unconditional_context["use_cache"] and set(layer_types) <= set(STATE_LAYER_TYPES)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         context = self.stock.unconditional_context

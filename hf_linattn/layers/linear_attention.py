@@ -40,6 +40,10 @@ class LinearAttention(nn.Module):
         causal: `False` for encoders: every token reads the sums over all keys.
     """
 
+    _attention = staticmethod(linear_attention)
+    _weights = staticmethod(attention_weights)
+    _writes_steps = True  # a step of one token may be written into the state
+
     def __init__(self, config: PreTrainedConfig, layer_idx: int, causal: bool = True):
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, layer_idx, causal
@@ -109,49 +113,32 @@ class LinearAttention(nn.Module):
             state = layer.read(self.num_key_value_heads, self.head_dim, shapes)
             tails = layer.conv_tails
         q, k, v, conv_inputs, old_tails, tails = self._project(hidden_states, attention_mask, tails, packing)
-        feature_map = self.feature_map
-        if is_few(length) and feature_map.is_one_function:
-            # what costs here is the number of operations: rotate and map queries and keys in one go
-            heads = [self.num_heads, self.num_key_value_heads]
-            q, k = feature_map.key(self._rotate(torch.cat([q, k], 2), position_embeddings)).split(heads, 2)
-            feature_map = None
-        else:
-            q, k = self._rotate(q, position_embeddings), self._rotate(k, position_embeddings)
-            if feature_map.uses_positions:
-                q, k = feature_map.query(q, position_ids), feature_map.key(k, position_ids)
-                feature_map = None
-
-        normalize = self.config.normalizer == "denominator"
-        # without a denominator sums grow with length: they stay float32 until they are normalised
-        values = v if normalize or v.dtype == torch.float64 else v.float()
-        arguments = {
-            "feature_map": feature_map,
-            "causal": self.is_causal,
-            "key_mask": attention_mask,
-            "normalize": normalize,
-            "cu_seqlens": None,
-        }
+        q, k, v, arguments = self._operands(q, k, v, position_embeddings, position_ids)
+        arguments |= {"key_mask": attention_mask, "cu_seqlens": None}
         if packing is not None:
-            q, k, values = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, values))
+            q, k, v = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v))
             arguments["cu_seqlens"] = packing.cu_seqlens
             arguments["key_mask"] = None if attention_mask is None else attention_mask.reshape(1, batch * length)
         weights = None
         plain = not (records or show or packing is not None or torch.is_grad_enabled())
-        if length == 1 and plain and state is not None and self.is_causal and layer.owns_state:
-            mask = arguments["key_mask"]
-            out = decode_step(q, k, values, *state, feature_map=feature_map, normalize=normalize, key_mask=mask)
+        writes = self._writes_steps and self.is_causal
+        if writes and length == 1 and plain and state is not None and layer.owns_state:
+            options = {name: arguments[name] for name in ("feature_map", "normalize", "key_mask")}
+            out = decode_step(q, k, v, *state, **options)
             layer.advance(tails)
         else:
-            out, new_state = linear_attention(
-                q, k, values, initial_state=state, output_final_state=layer is not None, **arguments
+            out, new_state = self._attention(
+                q, k, v, initial_state=state, output_final_state=layer is not None, **arguments
             )
             if show:
-                weights = attention_weights(q, k, initial_state=state, **arguments)
+                weights = self._weights(q, k, initial_state=state, **arguments)
                 if packing is not None:
                     weights = _diagonal_blocks(weights, batch)
             if layer is not None:
-                phi_k = (k if feature_map is None else feature_map.key(k)) if records else None
-                record = self._record(state, old_tails, phi_k, values, conv_inputs, attention_mask) if records else None
+                record = None
+                if records:
+                    added = self._added(k, v, state, arguments)
+                    record = Recorded(state, old_tails, *added[:2], conv_inputs, attention_mask, *added[2:])
                 layer.store(new_state, tails, length, record)
         if self.o_norm is not None:
             out = self.o_norm(out)
@@ -178,13 +165,32 @@ class LinearAttention(nn.Module):
             layer.record_past = True
         return torch.cat(outs, 1), None
 
-    def _record(self, state, tails, phi_k, values, conv_inputs, key_mask) -> Recorded:
-        """What this call adds, for `crop` to undo."""
-        if key_mask is not None:
-            hidden = ~key_mask[..., None, None]
-            phi_k, values = phi_k.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
-        mu, nu = (None, None) if state is None else state
-        return Recorded(mu, nu, tails, phi_k, values, conv_inputs, key_mask)
+    def _operands(self, q, k, v, position_embeddings, position_ids) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q, k and v for the attention function, and its arguments that the config decides."""
+        feature_map = self.feature_map
+        if is_few(q.shape[1]) and feature_map.is_one_function:
+            # what costs here is the number of operations: rotate and map queries and keys in one go
+            heads = [self.num_heads, self.num_key_value_heads]
+            q, k = feature_map.key(self._rotate(torch.cat([q, k], 2), position_embeddings)).split(heads, 2)
+            feature_map = None
+        else:
+            q, k = self._rotate(q, position_embeddings), self._rotate(k, position_embeddings)
+            if feature_map.uses_positions:
+                q, k = feature_map.query(q, position_ids), feature_map.key(k, position_ids)
+                feature_map = None
+        normalize = self.config.normalizer == "denominator"
+        # without a denominator sums grow with length: they stay float32 until they are normalised
+        values = v if normalize or v.dtype == torch.float64 else v.float()
+        return q, k, values, {"feature_map": feature_map, "causal": self.is_causal, "normalize": normalize}
+
+    def _added(self, k, v, state, arguments) -> tuple[Tensor, ...]:
+        """phi(k) and v that this call adds to the sums, 0 where masked: what `crop` needs to undo a part of it."""
+        feature_map, key_mask = arguments["feature_map"], arguments["key_mask"]
+        phi_k = k if feature_map is None else feature_map.key(k)
+        if key_mask is None:
+            return phi_k, v
+        hidden = ~key_mask[..., None, None]
+        return phi_k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
 
     def _rotate(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
         """RoPE where the config asks for it: [B, T, H, D]."""

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from ..cache import LINEAR_LAYER_TYPE
+from ..cache import STATE_LAYER_TYPES
 from .linattn import (
     LinAttnConfig,
     LinAttnForCausalLM,
@@ -58,8 +58,9 @@ def register_models() -> None:
         auto_class.register(model_class.config_class, model_class, exist_ok=True)
         getattr(modeling_auto, table)[model_class.config_class.model_type] = model_class.__name__
     # Trainer reads the config of the checkpoint it resumes from with the base class, which knows layers by this table.
-    if LINEAR_LAYER_TYPE not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
-        configuration_utils.ALLOWED_ATTN_LAYER_TYPES += (LINEAR_LAYER_TYPE,)
+    for layer_type in STATE_LAYER_TYPES:
+        if layer_type not in configuration_utils.ALLOWED_ATTN_LAYER_TYPES:
+            configuration_utils.ALLOWED_ATTN_LAYER_TYPES += (layer_type,)
 
 
 def auto_map(config_class: type[PreTrainedConfig]) -> dict[str, str]:

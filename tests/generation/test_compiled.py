@@ -7,7 +7,9 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, StaticCache
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "hedgehog_query", "favor", "cosformer"])
+@pytest.mark.parametrize(
+    "name", ["linear", "conv", "hybrid", "hedgehog_query", "favor", "cosformer", "sliding", "sliding_hybrid"]
+)
 @torch.no_grad()
 def test_one_graph_for_all_steps(name):
     model, ids = make_model(name), random_ids(2, 20)
@@ -27,7 +29,7 @@ def test_one_graph_for_all_steps(name):
     assert cache.get_seq_length() == 20
 
 
-@pytest.mark.parametrize("name", ["conv", "hybrid"])
+@pytest.mark.parametrize("name", ["conv", "hybrid", "sliding"])
 @torch.no_grad()
 def test_a_mask_at_every_step_is_still_one_graph(name):
     """Padding in the prompt, in a later step, or nowhere: the compiled step finds the same kinds of tensors."""
@@ -54,7 +56,7 @@ def test_a_mask_at_every_step_is_still_one_graph(name):
     )
 
 
-@pytest.mark.parametrize("name", ["conv", "hybrid", "cosformer"])
+@pytest.mark.parametrize("name", ["conv", "hybrid", "cosformer", "sliding"])
 def test_generate_compiles_once(name):
     """Whatever the prompt, its padding and the number of tokens, up to the length the cache was made for."""
     model = make_model(name)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from helpers import CONFIGS, GROUPED, fill, make_config, pull_back
 from reference import PHI, assert_close, features, linear_attention
+from sliding_reference import sliding_attention
 
 from hf_linattn import FEATURE_MAPS, FeatureMap, LinearAttentionCache, LinearAttentionState
-from hf_linattn.layers import NORMALIZERS, ROPE_POSITIONS, LinearAttention, Packing
+from hf_linattn.layers import NORMALIZERS, ROPE_POSITIONS, LinearAttention, Packing, SlidingLinearAttention
 
 LAYERS = {
-    **{name: changes for name, changes in CONFIGS.items() if name != "hybrid"},
+    **{name: changes for name, changes in CONFIGS.items() if "hybrid" not in name},
     "none": {"normalizer": "none"},
     "everything": {
         **GROUPED, "qk_norm": True, "attention_bias": True, "conv_kernel_size": 3, "feature_map": "hedgehog",
@@ -28,7 +29,8 @@ each_layer = pytest.mark.parametrize("name", LAYERS)
 
 def make_layer(name):
     config = make_config(**LAYERS[name])
-    return fill(LinearAttention(config, layer_idx=0)).double()
+    cls = SlidingLinearAttention if config.sliding_window else LinearAttention
+    return fill(cls(config, layer_idx=0)).double()
 
 
 def rotations(config, positions):
@@ -62,7 +64,7 @@ def convolve(x, module, real):
 
 
 def by_hand(layer, x, cos, sin, mask=None, cu_seqlens=None, positions=None):
-    """(output, mu, nu) of the layer."""
+    """The output of the layer, and the tensors of its state."""
     config = layer.config
     real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
     parts = []
@@ -78,13 +80,16 @@ def by_hand(layer, x, cos, sin, mask=None, cu_seqlens=None, positions=None):
     if config.rope_position == "before":
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     assert config.feature_map in (*PHI, "cosformer")
-    phi_q, phi_k = features(config.feature_map, q, k, layer.feature_map, positions)
-    out, mu, nu = linear_attention(
-        phi_q, phi_k, v, key_mask=real, cu_seqlens=cu_seqlens, normalize=config.normalizer == "denominator"
-    )
+    options = {"key_mask": real, "cu_seqlens": cu_seqlens}
+    if config.sliding_window:
+        options |= {"mix": layer.window_mix, "feature_map": layer.feature_map}
+        out, *state = sliding_attention(q, k, v, config.feature_map, config.sliding_window, **options)
+    else:
+        phi_q, phi_k = features(config.feature_map, q, k, layer.feature_map, positions)
+        out, *state = linear_attention(phi_q, phi_k, v, normalize=config.normalizer == "denominator", **options)
     if config.normalizer == "rmsnorm":
         out = norm(out, layer.o_norm)
-    return out.flatten(2) @ layer.o_proj.weight.T + (0 if layer.o_proj.bias is None else layer.o_proj.bias), mu, nu
+    return out.flatten(2) @ layer.o_proj.weight.T + (0 if layer.o_proj.bias is None else layer.o_proj.bias), *state
 
 
 def inputs(config, rows=2, length=6):
@@ -104,13 +109,13 @@ def test_it_is_its_formula(name, masked):
     out, weights = layer(x, rope, mask, cache, position_ids=positions)
     assert weights is None
     state = cache.layers[0].state
-    expected, mu, nu = by_hand(layer, x, *rope, mask, positions=positions)
+    expected, *expected_state = by_hand(layer, x, *rope, mask, positions=positions)
     real = slice(None) if mask is None else mask
     # norms of queries, keys and outputs work in float32
-    assert_close([out[real], *state], [expected[real], mu, nu], 1e-6)
+    assert_close([out[real], *state], [expected[real], *expected_state], 1e-6)
     leaves = [x, *layer.parameters()]
-    actual = pull_back([out[real], *state], leaves)
-    assert_close(actual, pull_back([expected[real], mu, nu], leaves), 2e-6, "gradient")
+    actual = pull_back([out[real], *state[:4]], leaves)  # but for the count of a window
+    assert_close(actual, pull_back([expected[real], *expected_state[:4]], leaves), 2e-6, "gradient")
 
 
 @each_layer
@@ -118,22 +123,22 @@ def test_token_by_token(name):
     layer = make_layer(name)
     x, (cos, sin) = inputs(layer.config)
     positions = torch.stack([torch.arange(6), torch.arange(3, 9)])
-    expected, mu, nu = by_hand(layer, x, cos, sin, positions=positions)
+    expected = by_hand(layer, x, cos, sin, positions=positions)
     cache = LinearAttentionCache(layer.config)
     steps = [
         layer(x[:, [t]], (cos[:, [t]], sin[:, [t]]), cache=cache, position_ids=positions[:, [t]])[0] for t in range(6)
     ]
-    assert_close([torch.cat(steps, 1), *cache.layers[0].state], [expected, mu, nu], 1e-6)
+    assert_close([torch.cat(steps, 1), *cache.layers[0].state], list(expected), 1e-6)
 
 
-@pytest.mark.parametrize("name", ["linear", "gqa", "hedgehog_key", "rmsnorm", "favor", "cosformer"])
+@pytest.mark.parametrize("name", ["linear", "gqa", "hedgehog_key", "rmsnorm", "favor", "cosformer", "sliding"])
 def test_packed(name):
     layer = make_layer(name)
     x, rope = inputs(layer.config, rows=1, length=9)
     bounds = torch.tensor([0, 4, 5, 9])
     packing = Packing(bounds, torch.tensor([[0] * 4 + [1] + [2] * 4]))
     positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]])
-    expected, _, _ = by_hand(layer, x, *rope, cu_seqlens=bounds, positions=positions)
+    expected, *_ = by_hand(layer, x, *rope, cu_seqlens=bounds, positions=positions)
     out, weights = layer(x, rope, packing=packing, output_attentions=True, position_ids=positions)
     assert_close(out, expected, 1e-6)
     assert weights.shape == (1, layer.num_heads, 9, 9)
@@ -186,6 +191,11 @@ def test_few_tokens_are_mapped_as_many_by_a_map_that_tells_queries_from_keys(mon
     x, rope = inputs(layer.config, length=40)
     first = tuple(each[:, :6] for each in rope)
     assert_close(layer(x[:, :6], first)[0], layer(x, rope)[0][:, :6], 1e-12)
+
+
+def test_a_sliding_layer_has_a_side():
+    with pytest.raises(ValueError, match="causal=False: sliding layers are causal"):
+        SlidingLinearAttention(make_config("sliding"), layer_idx=0, causal=False)
 
 
 def test_parameter_names_are_those_of_llama_and_qwen3():

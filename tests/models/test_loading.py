@@ -99,7 +99,9 @@ def test_loading_in_half_precision(name, dtype, tmp_path):
         dtype
     ).model.rotary_emb.inv_freq = again.model.rotary_emb.inv_freq  # loading keeps it float32, `to` does not
     assert_same_bits([logits], [read(model, ids, [5, 4])[0]])
-    assert all(part.dtype == torch.float32 for layer in cache.layers if hasattr(layer, "mu") for part in layer.state)
+    assert all(
+        part.dtype == torch.float32 for layer in cache.layers if hasattr(layer, "mu") for part in layer.state[:2]
+    )
 
 
 def test_half_precision_checkpoints_keep_their_dtype(tmp_path):

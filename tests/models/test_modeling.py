@@ -125,7 +125,7 @@ def weigh(weights, v):
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "conv"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_attentions_are_what_multiplies_the_values(name, padded):
-    model = make_model(name, attn_implementation="eager" if name == "hybrid" else None)
+    model = make_model(name, attn_implementation="eager" if "hybrid" in name else None)
     hooks = [seen(layer.self_attn) for layer in model.model.layers]
     ids = random_ids(2, 7)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0]]) if padded else None

@@ -174,7 +174,9 @@ def test_autocast_stays_close_and_keeps_float32_states(name):
         logits, cache = read(model, ids, [20, 1, 3])
     assert logits.isfinite().all()
     assert drift([logits], [expected]) < 0.05
-    assert all(state.dtype == torch.float32 for layer in cache.layers if hasattr(layer, "mu") for state in layer.state)
+    assert all(
+        state.dtype == torch.float32 for layer in cache.layers if hasattr(layer, "mu") for state in layer.state[:2]
+    )
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(ids, labels=ids).loss
     loss.backward()

@@ -7,14 +7,14 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from ...cache import LINEAR_LAYER_TYPE
+from ...cache import LINEAR_LAYER_TYPE, SLIDING_LAYER_TYPE, STATE_LAYER_TYPES
 from ...layers import NORMALIZERS, ROPE_POSITIONS
 from ...ops import FEATURE_MAPS, feature_map_class, make_feature_map
 from ..installed import is_carried
 from .presets import preset
 
 FORMAT_VERSION = 1
-LAYER_TYPES = (LINEAR_LAYER_TYPE, "full_attention")
+LAYER_TYPES = (*STATE_LAYER_TYPES, "full_attention")
 
 
 @strict
@@ -24,7 +24,10 @@ class LinAttnConfig(LlamaConfig):
     Fields not listed are Llama's and mean the same.
 
     Args:
-        layer_types: per layer, `"kernel_linear_attention"` or `"full_attention"`; `None` makes every layer linear.
+        layer_types: per layer, `"kernel_linear_attention"`, `"kernel_linear_attention_sliding"` (softmax over a window
+            of the latest keys, linear attention over all older ones) or `"full_attention"`; `None` makes every layer
+            linear.
+        sliding_window: keys in the window of sliding layers, the token itself included; `None` without such layers.
         feature_map: phi, a name in `hf_linattn.FEATURE_MAPS`.
         feature_map_kwargs: options of that map.
         normalizer: `"denominator"` divides by phi(q) nu; `"rmsnorm"` keeps the numerator and normalises each head;
@@ -39,8 +42,9 @@ class LinAttnConfig(LlamaConfig):
 
     Raises:
         ValueError: an unknown name, a size that is not positive, query heads that key heads do not divide, a signed
-            map with a denominator, more positions than a map of positions has, a later `format_version`; the message
-            names the field, the value and the choices.
+            map with a denominator, sliding layers without a window or a denominator or with a map of positions, more
+            positions than a map of positions has, a later `format_version`; the message names the field, the value
+            and the choices.
 
     Example:
 
@@ -61,6 +65,7 @@ class LinAttnConfig(LlamaConfig):
     normalizer: str = "denominator"
     rope_position: str = "none"
     conv_kernel_size: int = 4
+    sliding_window: int | None = None
     qk_norm: bool = False
     attention_out_bias: bool | None = None
     format_version: int = FORMAT_VERSION
@@ -131,6 +136,31 @@ class LinAttnConfig(LlamaConfig):
                 f"feature_map={self.feature_map!r}; lower it, or choose feature_map_kwargs={{'horizon': ...}}"
             )
         self.validate_layer_type()
+        self._check_window(feature_map.uses_positions)
+
+    def _check_window(self, uses_positions: bool) -> None:
+        if SLIDING_LAYER_TYPE not in self.layer_types:
+            if self.sliding_window is not None:
+                raise ValueError(
+                    f"sliding_window={self.sliding_window} is for layer_types {SLIDING_LAYER_TYPE!r}, and there are "
+                    "none; leave it None"
+                )
+            return
+        if self.sliding_window is None or self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} must be at least 1, the keys that layers of type "
+                f"{SLIDING_LAYER_TYPE!r} attend to by softmax"
+            )
+        if self.normalizer != "denominator":
+            raise ValueError(
+                f"normalizer={self.normalizer!r} does not go with layer_types {SLIDING_LAYER_TYPE!r}, whose window and "
+                "older keys share one; choose 'denominator'"
+            )
+        if uses_positions:
+            raise ValueError(
+                f"feature_map={self.feature_map!r} depends on positions, which layer_types {SLIDING_LAYER_TYPE!r} do "
+                "not keep for the keys of their window; choose another map"
+            )
 
     def validate_layer_type(self) -> None:
         """Every entry of `layer_types` is known and there is one per layer."""
@@ -186,6 +216,8 @@ class LinAttnConfig(LlamaConfig):
             plan |= dict.fromkeys((f"layers.*.self_attn.{x}_conv" for x in "qkv"), "heads_first")
         if feature_map_class(self.feature_map).is_learnable:
             plan["layers.*.self_attn.feature_map"] = "heads_first"
+        if SLIDING_LAYER_TYPE in self.layer_types:
+            plan["layers.*.self_attn"] = "heads_first"
         norms = ["q_norm", "k_norm"] * self.qk_norm + ["o_norm"] * (self.normalizer == "rmsnorm")
         return plan | {f"layers.*.self_attn.{norm}": "replicate" for norm in norms}
 
@@ -195,17 +227,22 @@ class LinAttnConfig(LlamaConfig):
         return feature_map_class(self.feature_map).feature_dim(self.head_dim, **(self.feature_map_kwargs or {}))
 
     def state_nbytes(self, batch_size: int = 1, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the state of all linear layers, at any length.
+        """Bytes of the state of all linear and sliding layers, at any length.
 
             layers * B * (4 Hk F (E + 1) + (K - 1) (Hq + 2 Hk) D * bytes of dtype)
+            + sliding layers * B * (2 W Hk D * bytes of dtype + 8)
 
-        with E = D = head_dim and the second term only with a convolution of kernel K, whose inputs have `dtype`.
+        with E = D = head_dim, the second term only with a convolution of kernel K. Its inputs, and the W keys and
+        values of a window, have `dtype`; 8 bytes say how many they are.
         """
-        layers = self.layer_types.count(LINEAR_LAYER_TYPE)
+        sliding = self.layer_types.count(SLIDING_LAYER_TYPE)
+        layers = self.layer_types.count(LINEAR_LAYER_TYPE) + sliding
         summaries = 4 * self.num_key_value_heads * self.feature_dim * (self.head_dim + 1)
         channels = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
         tails = max(0, self.conv_kernel_size - 1) * channels * dtype.itemsize
-        return layers * batch_size * (summaries + tails)
+        keys = self.num_key_value_heads * self.head_dim * dtype.itemsize
+        windows = sliding * (2 * self.sliding_window * keys + 8) if sliding else 0
+        return batch_size * (layers * (summaries + tails) + windows)
 
 
 def _check_choice(field: str, value: str, choices) -> None:

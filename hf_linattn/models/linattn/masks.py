@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
-from ...cache import LINEAR_LAYER_TYPE
+from ...cache import STATE_LAYER_TYPES
 from ...layers import Packing
 
 
@@ -79,7 +79,7 @@ def create_key_mask(
     return mask.to(inputs_embeds.device)
 
 
-LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[LINEAR_LAYER_TYPE] = create_key_mask
+LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.update(dict.fromkeys(STATE_LAYER_TYPES, create_key_mask))
 
 
 def positions_of(key_mask: Tensor | None, padding: Tensor | None, past: int | Tensor, inputs: Tensor) -> Tensor:
@@ -177,4 +177,5 @@ def split_masks(attention_mask: Any, layer_types: list[str]) -> tuple[Tensor | N
     unknown = set(attention_mask) - set(layer_types)
     if unknown:
         raise ValueError(f"attention_mask has masks for {sorted(unknown)}; the layers are {sorted(set(layer_types))}")
-    return attention_mask.get(LINEAR_LAYER_TYPE), attention_mask.get("full_attention")
+    key_mask = next((attention_mask[kind] for kind in STATE_LAYER_TYPES if kind in attention_mask), None)
+    return key_mask, attention_mask.get("full_attention")

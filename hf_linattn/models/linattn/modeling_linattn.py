@@ -23,9 +23,17 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ...cache import LINEAR_LAYER_TYPE, LinearAttentionCache, active_layer_types, adopt_cache, linear_layers
+from ...cache import (
+    LINEAR_LAYER_TYPE,
+    SLIDING_LAYER_TYPE,
+    STATE_LAYER_TYPES,
+    LinearAttentionCache,
+    active_layer_types,
+    adopt_cache,
+    linear_layers,
+)
 from ...generation import LinearAttentionGenerationMixin, check_token_ids
-from ...layers import LinearAttention, ShortConvolution
+from ...layers import LinearAttention, ShortConvolution, SlidingLinearAttention
 from ...ops import FeatureMap
 from ..saving import PortableMixin
 from .configuration_linattn import LinAttnConfig
@@ -50,7 +58,11 @@ class FullAttention(Qwen3Attention):
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
 
-ATTENTION_CLASSES = {LINEAR_LAYER_TYPE: LinearAttention, "full_attention": FullAttention}
+ATTENTION_CLASSES = {
+    LINEAR_LAYER_TYPE: LinearAttention,
+    SLIDING_LAYER_TYPE: SlidingLinearAttention,
+    "full_attention": FullAttention,
+}
 
 
 class LinAttnDecoderLayer(LlamaDecoderLayer):
@@ -92,6 +104,8 @@ class LinAttnPreTrainedModel(PortableMixin, PreTrainedModel):
                 fill(getattr(module, name), value)
         elif isinstance(module, ShortConvolution):
             fill(module.weight, module.initial_weight())
+        elif isinstance(module, SlidingLinearAttention):
+            fill(module.window_mix, torch.zeros(module.window_mix.shape, device=module.window_mix.device))
 
     @classmethod
     def maybe_distribute_model(cls, model: PreTrainedModel, distributed_config, mesh_manager) -> PreTrainedModel:
@@ -210,7 +224,7 @@ class LinAttnModel(LinAttnPreTrainedModel):
             )
         if prepared is None:
             full_mask = self._full_mask(inputs_embeds, attention_mask, cache, packing, key_mask) if is_hybrid else None
-        masks = {LINEAR_LAYER_TYPE: key_mask, "full_attention": full_mask}
+        masks = {**dict.fromkeys(STATE_LAYER_TYPES, key_mask), "full_attention": full_mask}
         self._check_output_attentions(kwargs)
 
         hidden_states = inputs_embeds

@@ -122,7 +122,9 @@ def _older(
         normalize=False,
         chunk_size=chunk_size,
     )
-    return sums, None if state is None else LinearAttentionState(state.mu[..., :-1].contiguous(), state.nu)
+    return sums, None if state is None else LinearAttentionState(
+        state.mu[..., :-1].clone(memory_format=torch.contiguous_format), state.nu.clone()
+    )
 
 
 def _window_sums(

@@ -109,6 +109,24 @@ def align(
     return Aligned(q, keys, values, torch.cat([before, key_marks], 1), query_marks, order)
 
 
+def leaving(
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: FeatureMap,
+    window: int,
+    key_mask: Tensor | None = None,
+    initial_state: SlidingAttentionState | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """phi of the key that each of T tokens pushes out of the window, [B, T, Hk, F], 0 where it pushes none; values and
+    keys [B, W + T, Hk, ...] as in `Aligned`."""
+    row = align(k, k, v, window, key_mask, initial_state)
+    length = k.shape[1]
+    stays = row.key_marks[:, :length] != row.query_marks
+    phi_k = feature_map.key(row.keys[:, :length]).masked_fill(stays[..., None, None], 0)
+    return phi_k, row.values, row.keys
+
+
 def held(count: Tensor, window: int) -> Tensor:
     """Which places of a window have a key: [B, W], the last `count` of each row."""
     return torch.arange(window, device=count.device) >= window - count.unsqueeze(-1)
