@@ -9,7 +9,7 @@ from hf_linattn import LinearAttentionCache
 from hf_linattn.cache import KernelLinearAttentionLayer
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
-NAMES = pytest.mark.parametrize("name", ["linear", "conv", "hybrid"])
+NAMES = pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "sliding"])
 LOOKUP = {"prompt_lookup_num_tokens": 4}
 
 
@@ -26,7 +26,7 @@ def prompt():
 def assistants(name, llama):
     return {
         "lookup": LOOKUP,
-        "ours": {"assistant_model": make_model(name, num_hidden_layers=1, layer_types=None)},
+        "ours": {"assistant_model": make_model(name, num_hidden_layers=1, layer_types=None, sliding_window=None)},
         "llama": {"assistant_model": llama},
         "itself": {"assistant_model": make_model(name)},
         "early exit": {"assistant_early_exit": 1},
@@ -215,7 +215,7 @@ def test_refusals_touch_nothing(name, llama):
     padded[0, 0] = 0
     cache = filled(model, ids[:, :20], padded[:, :20])
     refuses(model, cache, ids[:, 20:], "have padding: pass the full history", attention_mask=padded)
-    other = LinearAttentionCache(make_model(name, num_hidden_layers=5, layer_types=None).config)
+    other = LinearAttentionCache(make_model(name, num_hidden_layers=5, layer_types=None, sliding_window=None).config)
     refuses(model, other, ids, "the cache has 5 layers")
     with pytest.raises(ValueError, match="drop use_cache=False"):
         model.generate(ids, use_cache=False, **LOOKUP, **GREEDY)

@@ -14,7 +14,7 @@ from transformers.generation import StoppingCriteriaList
 
 from hf_linattn.generation import ContinuousBatch
 
-models = pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "gqa", "cosformer"])
+models = pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "gqa", "cosformer", "sliding", "sliding_hybrid"])
 
 # settings, prompt length, most new tokens
 REQUESTS = [

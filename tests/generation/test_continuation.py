@@ -36,7 +36,7 @@ def assert_same(actual, expected, new_tokens=NEW):
     assert_close(torch.stack(actual.logits), torch.stack(expected.logits), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "cosformer"])
+@pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "cosformer", "sliding_hybrid"])
 @each_kind
 @pytest.mark.parametrize("only_new", [True, False], ids=["new tokens", "full history"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}], ids=str)
@@ -80,7 +80,7 @@ def test_a_prefix_read_by_forward(name):
     assert_same_bits(contents(prefix), before)
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "hybrid"])
+@pytest.mark.parametrize("name", ["linear", "conv", "hybrid", "sliding"])
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
 def test_a_prefix_fanned_out(name, options):
     """One row read once, three continuations: the rows of the cache are repeated as generate() repeats the ids."""

@@ -165,7 +165,7 @@ def test_identical_to_the_stock_loop(option, name, padding, warnings_of_the_pack
     assert_identical(ours, stock)
 
 
-@pytest.mark.parametrize("name", ["conv", "hybrid"])
+@pytest.mark.parametrize("name", ["conv", "hybrid", "sliding"])
 @pytest.mark.parametrize("mask", [MASK, PADDED], ids=["whole", "padded"])
 def test_identical_with_a_static_cache(name, mask):
     options = {"cache_implementation": "static", "do_sample": True, "eos_token_id": [3, 4]}
@@ -173,7 +173,7 @@ def test_identical_with_a_static_cache(name, mask):
     assert_identical(generate(model, "our", mask, **options), generate(model, "transformers", mask, **options))
 
 
-@pytest.mark.parametrize("name", ["conv", "hybrid"])
+@pytest.mark.parametrize("name", ["conv", "hybrid", "sliding", "sliding_hybrid"])
 def test_identical_when_continued_on_a_filled_cache(name):
     model, results = make_model(name), []
     for which in BOTH:

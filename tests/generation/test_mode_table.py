@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_llama, make_model, random_ids
+from helpers import FULL, LINEAR, SLIDING, make_llama, make_model, random_ids
 from modes import GPU, MODES
 from reference import assert_close
 
@@ -25,7 +25,11 @@ def model_of(kind: str, eager: bool):
     how = "eager" if eager else None
     if kind == "llama":
         return make_llama(attn_implementation=how).double()
-    name, changes = {"linear": ("conv", {}), "hybrid": ("hybrid", {"conv_kernel_size": 4})}[kind]
+    name, changes = {
+        "linear": ("conv", {}),
+        "hybrid": ("hybrid", {"conv_kernel_size": 4}),
+        "sliding": ("hybrid", {"layer_types": [SLIDING, FULL, LINEAR], "sliding_window": 3, "conv_kernel_size": 4}),
+    }[kind]
     return make_model(name, attn_implementation=how, **changes).double()
 
 
@@ -94,6 +98,17 @@ def test_mode(mode, rows, committed, request):
     rows.append(row)
     if not request.config.getoption("write_modes", None) and not (mode.because == GPU and torch.cuda.is_available()):
         assert row == committed.get(mode.name), f"write {COMMITTED.name} anew if this is an improvement"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_a_layer_with_a_window_changes_no_mode(mode, committed):
+    """A model with all three kinds of layers does what the table says of a hybrid."""
+    llama, error = (mode.llama, None) if mode.llama else outcome(mode, "llama", padded=True)
+    for padded in (False, True):
+        what = cell(mode, padded, outcome(mode, "sliding", padded), llama, error)
+        if not (mode.because == GPU and torch.cuda.is_available()):
+            assert what == committed[mode.name]["hybrid_padded" if padded else "hybrid"]
 
 
 def test_the_committed_table_is_whole(rows, committed, request):

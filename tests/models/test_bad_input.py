@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import FULL, LINEAR, VOCAB, assert_same_bits, contents, make_model, random_ids, read, shared_model
+from helpers import FULL, LINEAR, SLIDING, VOCAB, assert_same_bits, contents, make_model, random_ids, read, shared_model
 from transformers import DynamicCache, StaticCache
 
 from hf_linattn import LinAttnModel, LinearAttentionCache
@@ -112,6 +112,7 @@ OTHERS = {
     "wider heads": ("linear", {"head_dim": 4}, ["another model", "[2, 2, 4, 4]", "[B, 2, F, 8]"]),
     "another feature map": ("linear", {"feature_map": "hedgehog"}, ["F=16", "F=8"]),
     "a convolution": ("conv", {}, ["another model", "convolution", "((3, 16), (3, 16), (3, 16))", "()"]),
+    "a window": ("linear", {"layer_types": [LINEAR, SLIDING], "sliding_window": 2}, ["layer 1 is a Sliding", LINEAR]),
     "softmax layers": ("linear", {"layer_types": [LINEAR, FULL]}, ["layer 1 is a DynamicLayer", LINEAR]),
 }
 
@@ -121,6 +122,15 @@ def test_caches_of_another_model(case):
     name, changes, words = OTHERS[case]
     _, cache = read(make_model(name, **changes), random_ids(2, 4), [4])
     refuses(lambda: make_model("linear")(IDS, cache=cache), *words, cache=cache)
+
+
+def test_caches_of_another_window():
+    _, cache = read(make_model("sliding", sliding_window=2), random_ids(2, 4), [4])
+    words = ["keys [2, 2, 2, 6]", "[2, 3, 2, 6]"]
+    for length in (1, 4):
+        refuses(lambda length=length: make_model("sliding")(IDS[:, :length], cache=cache), *words, cache=cache)
+    _, cache = read(make_model("gqa"), random_ids(2, 4), [4])
+    refuses(lambda: make_model("sliding")(IDS, cache=cache), "layer 0 is a KernelLinear", SLIDING, cache=cache)
 
 
 @pytest.mark.parametrize("kernel", [0, 3])

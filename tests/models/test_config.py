@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import CONFIGS, FULL, LINEAR, make_config, make_model, random_ids, states
+from helpers import CONFIGS, FULL, LINEAR, SLIDING, WINDOW, make_config, make_model, random_ids, states
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig
 
@@ -148,6 +148,17 @@ BAD = {
     "map option range": (
         {"feature_map": "dpfp", "feature_map_kwargs": {"nu": 16}},
         ["nu=16", "2 D - 1 = 15"],
+    ),
+    "no window": ({"layer_types": [SLIDING, LINEAR]}, ["sliding_window=None", "at least 1", SLIDING]),
+    "empty window": ({**WINDOW, "sliding_window": 0}, ["sliding_window=0", "at least 1", SLIDING]),
+    "window of nothing": ({"sliding_window": 4}, ["sliding_window=4", SLIDING, "None"]),
+    "window without a denominator": (
+        {**WINDOW, "normalizer": "rmsnorm"},
+        ["normalizer='rmsnorm'", SLIDING, "'denominator'"],
+    ),
+    "window and a map of positions": (
+        {**WINDOW, "feature_map": "cosformer"},
+        ["feature_map='cosformer'", "positions", SLIDING],
     ),
     "later format": ({"format_version": 2}, ["format_version=2", "later", "1", "upgrade"]),
     **{
