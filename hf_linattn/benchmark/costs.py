@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..cache import LINEAR_LAYER_TYPE
-from ..layers import LinearAttention
+from ..cache import LINEAR_LAYER_TYPE, SLIDING_LAYER_TYPE
+from ..layers import LinearAttention, SlidingLinearAttention
 from ..models import LinAttnConfig
 from ..ops import make_feature_map
 from ..ops.blocks import Block, Frame, Shape, cut
+from ..ops.sliding.chunk import chunk_length
 
 
 class SoftmaxLayer(NamedTuple):
@@ -86,7 +87,7 @@ class LinearLayer(NamedTuple):
     @classmethod
     def of(cls, config: LinAttnConfig, dtype: torch.dtype) -> LinearLayer:
         """A linear layer of `config` in a model of `dtype`."""
-        one = LinAttnConfig(**config.to_dict() | {"num_hidden_layers": 1, "layer_types": [LINEAR_LAYER_TYPE]})
+        one = _one_layer(config, layer_types=[LINEAR_LAYER_TYPE], sliding_window=None)
         with torch.device("meta"):
             layer = LinearAttention(one, 0)
         return cls(
@@ -178,7 +179,75 @@ class LinearLayer(NamedTuple):
         return 2 * size * size * self.heads * (3 * self.feature_dim + 2 * self.head_dim + 1)
 
 
-Layer = SoftmaxLayer | LinearLayer
+class SlidingLayer(NamedTuple):
+    """Softmax over a window of keys and linear attention over older ones: the chunk form, and the recurrent for one."""
+
+    linear: LinearLayer  # a layer of the same shape without a window
+    window: int
+    state_bytes: int  # of one row
+    parameters: int  # beyond the projections
+
+    @classmethod
+    def of(cls, config: LinAttnConfig, dtype: torch.dtype) -> SlidingLayer:
+        """A sliding layer of `config` in a model of `dtype`."""
+        one = _one_layer(config, layer_types=[SLIDING_LAYER_TYPE])
+        linear = LinearLayer.of(config, dtype)
+        return cls(linear, one.sliding_window, one.state_nbytes(1, dtype), linear.parameters + linear.heads)
+
+    @property
+    def _older(self) -> LinearLayer:
+        """The part over older keys of many tokens, whose values have a column of ones for the denominator."""
+        return self.linear._replace(head_dim=self.linear.head_dim + 1, normalize=False)
+
+    def cache_bytes(self, batch: int, context: int, itemsize: int) -> int:
+        """mu, nu, the window and convolution tails, at any length."""
+        return batch * self.state_bytes
+
+    def decode_bytes(self, batch: int, context: int, itemsize: int) -> int:
+        """Read the state and write it: a window moves by one key."""
+        return 2 * batch * self.state_bytes
+
+    def decode_flops(self, batch: int, context: int) -> int:
+        """A step of linear attention, and W keys and values: 4 B Hq D W."""
+        return self.linear.decode_flops(batch, context) + self._products(batch, self.window)
+
+    def prefill_flops(self, batch: int, tokens: int) -> int:
+        if tokens == 1:  # the recurrent form
+            return self.decode_flops(batch, 0)
+        return self._older.prefill_flops(batch, tokens) + self._products(batch, self._pairs(tokens))
+
+    def training_flops(self, batch: int, tokens: int) -> int:
+        """In the window two products forward, six backward, of which two are computed again."""
+        older = self._older.training_flops(batch, tokens)
+        return older + 4 * self._products(batch, self._pairs(tokens))
+
+    def attention_bytes(self, batch: int, tokens: int, itemsize: int, device: torch.device) -> int:
+        """As for a linear layer, and keys and values beside the window's, and three times numerator and denominator.
+
+        A lower bound: the weights of a block of the window are left out.
+        """
+        linear = self.linear
+        older = self._older.attention_bytes(batch, tokens, itemsize, device)
+        lined_up = 2 * batch * (tokens + self.window) * linear.key_heads * linear.head_dim * itemsize
+        sums = 4 * batch * tokens * linear.heads * (linear.head_dim + 1)
+        return older + lined_up + 3 * sums
+
+    def _pairs(self, tokens: int) -> int:
+        """Products of a query and a key: C (C + W - 1) in a chunk of C queries."""
+        size = min(chunk_length(self.window), tokens)
+        rest = tokens % size
+        return tokens // size * size * (size + self.window - 1) + rest * (rest + self.window - 1)
+
+    def _products(self, batch: int, pairs: int) -> int:
+        """q k^T and the sum of v."""
+        return 4 * batch * self.linear.heads * self.linear.head_dim * pairs
+
+
+Layer = SoftmaxLayer | LinearLayer | SlidingLayer
+
+
+def _one_layer(config: LinAttnConfig, **changes) -> LinAttnConfig:
+    return LinAttnConfig(**config.to_dict() | {"num_hidden_layers": 1} | changes)
 
 
 @lru_cache
@@ -215,9 +284,10 @@ def _map_flops(config: LinAttnConfig) -> tuple[int, int]:
 
 
 def linear_parameters(layer: LinearAttention) -> list[nn.Parameter]:
-    """The parameters that softmax attention of the same shape has not: map, convolutions, output norm."""
+    """The parameters that softmax attention of the same shape has not: map, convolutions, output norm, window mix."""
     parts = (layer.feature_map, layer.q_conv, layer.k_conv, layer.v_conv, layer.o_norm)
-    return [parameter for part in parts if part is not None for parameter in part.parameters()]
+    own = [layer.window_mix] if isinstance(layer, SlidingLinearAttention) else []
+    return own + [parameter for part in parts if part is not None for parameter in part.parameters()]
 
 
 class Weights(NamedTuple):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..cache import LINEAR_LAYER_TYPE
+from ..cache import LINEAR_LAYER_TYPE, SLIDING_LAYER_TYPE
 from ..models import LinAttnConfig
-from .costs import Decoder, Layer, LinearLayer, SoftmaxLayer, Weights
+from .costs import Decoder, Layer, LinearLayer, SlidingLayer, SoftmaxLayer, Weights
 from .record import write_json
 from .tables import render
 
@@ -116,8 +116,10 @@ def first_win(linear: Callable[[int], int], softmax: Callable[[int], int]) -> in
 
 def _of_linear(config: LinAttnConfig, dtype: torch.dtype, _: None) -> tuple[Weights, list[Layer], list[Layer]]:
     full = SoftmaxLayer(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    linear = LinearLayer.of(config, dtype)
-    own = [linear if layer_type == LINEAR_LAYER_TYPE else full for layer_type in config.layer_types]
+    kinds: dict[str, Layer] = {"full_attention": full, LINEAR_LAYER_TYPE: LinearLayer.of(config, dtype)}
+    if SLIDING_LAYER_TYPE in config.layer_types:
+        kinds[SLIDING_LAYER_TYPE] = SlidingLayer.of(config, dtype)
+    own = [kinds[layer_type] for layer_type in config.layer_types]
     return Weights.of(_without_storage(config)), own, [full] * len(own)
 
 
@@ -179,8 +181,13 @@ def _softmax_layers(model: torch.nn.Module) -> list[SoftmaxLayer]:
 def _count_types(side: Decoder) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for layer, count in side.layers.items():
-        is_linear = isinstance(layer, LinearLayer)
-        counts["linear" if is_linear else "full attention" if layer.window is None else "sliding attention"] += count
+        if isinstance(layer, LinearLayer):
+            name = "linear"
+        elif isinstance(layer, SlidingLayer):
+            name = "linear with a window"
+        else:
+            name = "full attention" if layer.window is None else "sliding attention"
+        counts[name] += count
     return dict(counts)
 
 

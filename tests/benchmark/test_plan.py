@@ -13,7 +13,7 @@ from hf_linattn.benchmark.plan import CROSSOVERS, FARTHEST, first_win, plan
 from hf_linattn.benchmark.record import read_json
 from hf_linattn.benchmark.text import operations_text
 from hf_linattn.cli import main
-from hf_linattn.ops import blocks, linear_attention
+from hf_linattn.ops import blocks, linear_attention, sliding_linear_attention
 
 SMALL = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
 RELATIVES = {
@@ -72,7 +72,7 @@ def test_cache_is_what_a_softmax_model_keeps(model_type, dtype):
 def test_parameters_of_a_linear_model_and_of_its_twin(name):
     config = make_config(name)
     _, result = side(config, "linear")
-    full = make_config(name, layer_types=["full_attention"] * config.num_hidden_layers)
+    full = make_config(name, layer_types=["full_attention"] * config.num_hidden_layers, sliding_window=None)
     assert result["given"] == "linear"
     assert result["parameters"] == {
         "linear": parameters(make_model(name)),
@@ -219,7 +219,7 @@ def test_decode_operations_are_those_of_a_real_step(name):
         given = "softmax" if name == "llama" else "linear"
         (row,), _ = side(config, given, [context], batch)
         real = counted(model, lambda: model(random_ids(batch, 1), cache=cache, use_cache=True))  # noqa: B023
-        update = 0
+        update = 0  # which a sliding layer too makes
         if given == "linear":
             layers = config.num_hidden_layers - full_layers(config)
             update = 2 * layers * batch * config.num_key_value_heads * config.feature_dim * (config.head_dim + 1)
@@ -279,6 +279,22 @@ def test_peak_of_the_attention_function(feature_map, heads):
     assert 0 <= peak_bytes(run) - row["attention_bytes"] <= features
 
 
+def test_peak_of_the_attention_function_with_a_window():
+    """At least what was planned, and no more than a fifth beyond it: nothing quadratic is held."""
+    batch, length, dim = 2, 6000, 32
+    shapes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": dim}
+    config = make_config("sliding", sliding_window=64, **shapes)
+    (row,), _ = side(config, "linear", [length], batch)
+
+    def run():
+        q, k, v = (torch.randn(batch, length, h, dim, requires_grad=True) for h in (4, 2, 2))
+        out, _ = sliding_linear_attention(q, k, v, feature_map="elu1", window=64)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    blocks._kept.__dict__.clear()
+    assert row["attention_bytes"] <= peak_bytes(run) <= 1.2 * row["attention_bytes"]
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -286,12 +302,13 @@ def test_peak_of_the_attention_function(feature_map, heads):
         make_config("conv"),
         make_config("gqa"),
         make_config("hybrid"),
+        make_config("sliding", sliding_window=70),
         make_config("hedgehog_query"),
         make_config("taylor2", head_dim=8),
         relative("llama").config,
         relative("gemma2").config,
     ],
-    ids=["wide", "conv", "gqa", "hybrid", "hedgehog", "taylor2", "llama", "gemma2"],
+    ids=["wide", "conv", "gqa", "hybrid", "sliding", "hedgehog", "taylor2", "llama", "gemma2"],
 )
 def test_crossovers_are_those_of_a_search(config):
     end = 1500

@@ -296,7 +296,12 @@ def test_the_work_of_the_stock_loop_grows():
     assert work[-1] > work[0]
 
 
-def work_of_steps(count, mask, **options):
+def test_the_work_of_a_step_with_a_window_does_not_grow():
+    work = work_of_steps(100, PADDED, model=make_model("sliding"))
+    assert max(work) == min(work)
+
+
+def work_of_steps(count, mask, model=None, **options):
     """Elements written between two tokens, from the third token on."""
     marks = []
 
@@ -309,7 +314,7 @@ def work_of_steps(count, mask, **options):
 
     with Written() as counter:
         options = {"max_new_tokens": count, "do_sample": False, "streamer": Marks(), **options}
-        make_model().generate(IDS, attention_mask=mask, **options)
+        (model or make_model()).generate(IDS, attention_mask=mask, **options)
     return [b - a for a, b in zip(marks[2:], marks[3:])]
 
 

@@ -78,7 +78,7 @@ def chunk_sliding_attention(
     row = align(q, k, v, window, key_mask, initial_state, cu_seqlens)
     sums, state = _older(row, feature_map, dtype, initial_state, output_final_state, cu_seqlens, chunk_size)
     mix = torch.zeros(q.shape[2], dtype=dtype, device=q.device) if mix is None else mix.to(dtype)
-    size = chunk_size or min(128, max(32, window))
+    size = chunk_size or chunk_length(window)
     if torch.compiler.is_compiling():
         near = _traced_window_sums(row, mix, window, size)
     else:
@@ -91,6 +91,11 @@ def chunk_sliding_attention(
     count = None if initial_state is None else initial_state.count
     new = length if key_mask is None else key_mask.bool().sum(1)
     return out, SlidingAttentionState(*state, *slide(row.keys, row.values, window, count, new))
+
+
+def chunk_length(window: int) -> int:
+    """C where the caller names none. A chunk reads C + W - 1 keys: short ones read keys often, long ones in vain."""
+    return min(128, max(32, window))
 
 
 def _older(
