@@ -46,7 +46,7 @@ CONFIGS = {
     "hedgehog_tied": {**GROUPED, "feature_map": "hedgehog", "feature_map_kwargs": {"tied": True}},
     "taylor2": {"feature_map": "taylor2", "head_dim": 4},
     "sliding": {**GROUPED, **WINDOW},
-    "sliding_hybrid": {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, LINEAR], "sliding_window": 3},
+    "sliding_hybrid": {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 3},
     "favor": {**GROUPED, "feature_map": "favor", "feature_map_kwargs": {"num_features": 9, "seed": 3}},
     "cosformer": {"feature_map": "cosformer", "feature_map_kwargs": {"horizon": 300}, "max_position_embeddings": 300},
 }

@@ -71,6 +71,9 @@ def test_another_model_is_refused(tmp_path):
     cache.save(path, model)
     refused(path, make_model("conv"), "another model: conv_kernel_size is 0 there, 4 here")
     refused(path, make_model("gqa"), "another model: num_attention_heads is 2 there, 4 here")
+    windowed = tmp_path / "windowed.state"
+    read(make_model("sliding"), random_ids(1, 4), [4])[1].save(windowed)
+    refused(windowed, make_model("sliding", sliding_window=2), "another model: sliding_window is 3 there, 2 here")
     other = make_model("linear")
     other.lm_head.weight.mul_(1.5)
     refused(path, other, "with other weights")

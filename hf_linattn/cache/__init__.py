@@ -22,11 +22,9 @@ from .layers import (
     STATE_LAYER_TYPES,
     KernelLinearAttentionLayer,
     SlidingKernelLinearAttentionLayer,
-    StaticKernelLinearAttentionLayer,
-    StaticSlidingKernelLinearAttentionLayer,
-    register_layers,
 )
 from .rollback import Recorded, next_tail, real_first
+from .static import StaticKernelLinearAttentionLayer, StaticSlidingKernelLinearAttentionLayer, register_layers
 
 
 class LinearAttentionCache(DynamicCache):

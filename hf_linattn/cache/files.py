@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .layers import KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer
+from .layers import KernelLinearAttentionLayer
+from .static import StaticKernelLinearAttentionLayer
 
 if TYPE_CHECKING:
     from . import LinearAttentionCache

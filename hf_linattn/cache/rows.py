@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from . import LinearAttentionCache, adopt_cache
-from .layers import KernelLinearAttentionLayer, StaticKernelLinearAttentionLayer
+from .layers import KernelLinearAttentionLayer
+from .static import StaticKernelLinearAttentionLayer
 
 
 class Row(NamedTuple):

@@ -29,7 +29,7 @@ def test_one_graph_for_all_steps(name):
     assert cache.get_seq_length() == 20
 
 
-@pytest.mark.parametrize("name", ["conv", "hybrid", "sliding"])
+@pytest.mark.parametrize("name", ["conv", "hybrid", "sliding", "sliding_hybrid"])
 @torch.no_grad()
 def test_a_mask_at_every_step_is_still_one_graph(name):
     """Padding in the prompt, in a later step, or nowhere: the compiled step finds the same kinds of tensors."""

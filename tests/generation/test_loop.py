@@ -296,8 +296,9 @@ def test_the_work_of_the_stock_loop_grows():
     assert work[-1] > work[0]
 
 
-def test_the_work_of_a_step_with_a_window_does_not_grow():
-    work = work_of_steps(100, PADDED, model=make_model("sliding"))
+@pytest.mark.parametrize("option", ["greedy", "guidance"])
+def test_the_work_of_a_step_with_a_window_does_not_grow(option):
+    work = work_of_steps(100, PADDED, model=make_model("sliding"), **FLAT[option])
     assert max(work) == min(work)
 
 

@@ -88,7 +88,14 @@ def test_transformers_finds_every_file_from_the_entry_and_no_other_is_there(chec
     path = checkpoint[1]
     found = {rewrite.Path(name).stem for name in dynamic_module_utils.get_relative_import_files(path / f"{ENTRY}.py")}
     assert found | {ENTRY} == set(code_in(path))
-    assert {"configuration_linattn", "ops_chunk", "ops_feature_maps", "cache_layers", "generation_loop"} <= found
+    assert {
+        "configuration_linattn",
+        "ops_chunk",
+        "ops_feature_maps",
+        "cache_layers",
+        "ops_sliding_chunk",
+        "generation_loop",
+    } <= found
     left_behind = ("benchmark", "cli", "conversion", "model_card", "portable", "native", "triton")
     assert not [name for name in found if any(part in name for part in left_behind)]
 

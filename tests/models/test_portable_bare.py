@@ -37,13 +37,14 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, environment):
-    """A hybrid, one with a user's map, and one with a learned map that a hub holds."""
+    """A hybrid, one with windows, one with a user's map, and one with a learned map that a hub holds."""
     users = tmp_path_factory.mktemp("users")
     (users / "cube_maps.py").write_text(CUBE.format(name="cube"))
     sys.path.insert(0, str(users))
     importlib.import_module("cube_maps")
     yield {
         "tiny": make_model("hybrid", conv_kernel_size=4),
+        "sliding": make_model("sliding_hybrid"),
         "cube": make_model(feature_map="cube", normalizer="rmsnorm"),
         "remote": make_model(**GROUPED, feature_map="hedgehog"),
     }
@@ -102,7 +103,7 @@ def bare(folders, classifier, packages, environment, tmp_path_factory):
         hub.repos["user/remote-1.0"] = files_in(folders["remote"])
         task = {
             "packages": packages,
-            "folders": {name: folders[name] for name in ("tiny", "cube")},
+            "folders": {name: folders[name] for name in ("tiny", "sliding", "cube")},
             "repos": {"remote": "user/remote-1.0"},
             "classifier": work / "saved_classifier",
             "ids": IDS.tolist(),
@@ -140,7 +141,7 @@ def test_it_takes_trust(bare):
     assert "trust_remote_code=True" in bare[0]["without trust"]
 
 
-@pytest.mark.parametrize("name", ["tiny", "cube", "remote"])
+@pytest.mark.parametrize("name", ["tiny", "sliding", "cube", "remote"])
 def test_the_carried_code_gives_the_same_bits(name, bare, models):
     results, model = bare[0], models[name]
     assert results[f"module of {name}"].startswith("transformers_modules.")
