@@ -34,6 +34,7 @@ from hf_linattn.benchmark.record import record, write_json
 from hf_linattn.conversion.distillation import distillation_loss
 from hf_linattn.conversion.ranking import rank_layers, restore
 from hf_linattn.conversion.transfer import AttentionTransfer, check_pair
+from hf_linattn.layers import SlidingLinearAttention
 from loop import (
     Batch,
     Run,
@@ -82,8 +83,8 @@ class Distillation(nn.Module):
 def drop_windows(model: PreTrainedModel, part: float) -> None:
     """Turn the window of each layer that has one off for this pass, with this probability."""
     for layer in model.model.layers:
-        if hasattr(layer.self_attn, "window_off"):
-            layer.self_attn.window_off = part > 0 and bool(torch.rand(()) < part)
+        if isinstance(layer.self_attn, SlidingLinearAttention):
+            layer.self_attn.only = "linear" if part > 0 and torch.rand(()) < part else None
 
 
 def main(argv: list[str]) -> None:

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache import LINEAR_LAYER_TYPE
+from ..cache import LINEAR_LAYER_TYPE, SLIDING_LAYER_TYPE
 from ..models import LinAttnConfig, LinAttnForCausalLM
 from ..ops import feature_map_class
 from .families import check_source, shared_fields, windows
 from .keeping import kept_layers
 from .loading import check_class, check_model, load_from_files, load_from_model, read_source_config
-
-SLIDING_LAYER_TYPE = "kernel_linear_attention_sliding"
 
 
 class ConversionWarning(UserWarning):

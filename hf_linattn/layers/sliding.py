@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..ops import sliding_attention_weights, sliding_linear_attention
+from ..ops import linear_attention, sliding_attention_weights, sliding_linear_attention
 from ..ops.sliding.inputs import leaving
 from .linear_attention import LinearAttention
+
+ALONE = 60.0  # e^-60 of the denominator is less than float32 shows
 
 
 class SlidingLinearAttention(LinearAttention):
@@ -31,7 +33,6 @@ class SlidingLinearAttention(LinearAttention):
     Source: arXiv:2410.10254, section 3.3.
     """
 
-    _attention = staticmethod(sliding_linear_attention)
     _weights = staticmethod(sliding_attention_weights)
     _writes_steps = False  # a window moves, so the state is replaced
 
@@ -40,6 +41,20 @@ class SlidingLinearAttention(LinearAttention):
             raise ValueError("causal=False: sliding layers are causal; choose layer_types 'kernel_linear_attention'")
         super().__init__(config, layer_idx, causal)
         self.window_mix = nn.Parameter(torch.zeros(self.num_heads))
+        self.only: str | None = (
+            None  # "window" or "linear": that part alone, for training and ablation, without a cache
+        )
+
+    def _attention(self, q, k, v, *, initial_state, output_final_state, **arguments):
+        if self.only is None:
+            options = {"initial_state": initial_state, "output_final_state": output_final_state}
+            return sliding_linear_attention(q, k, v, **options, **arguments)
+        if output_final_state:
+            raise ValueError(f"only={self.only!r} keeps no state that both parts could go on from: use_cache=False")
+        if self.only == "window":
+            return sliding_linear_attention(q, k, v, **arguments | {"mix": arguments["mix"] + ALONE})
+        del arguments["window"], arguments["mix"]
+        return linear_attention(q, k, v, **arguments)
 
     def _operands(self, q, k, v, position_embeddings, position_ids) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         arguments = {"feature_map": self.feature_map, "window": self.config.sliding_window, "mix": self.window_mix}
