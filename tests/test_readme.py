@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from data import byte_tokenizer
 from hf_linattn import LinAttnConfig, LinAttnForCausalLM
@@ -16,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.fixture
 def demo_checkpoint(tmp_path, monkeypatch):
-    """A stand-in for what `make demo` trains, where the README looks for it."""
+    """Stand-ins for what `make demo` trains, and for a pretrained model, where the README looks for them."""
     tokenizer = byte_tokenizer()
     config = LinAttnConfig(
         vocab_size=len(tokenizer),
@@ -32,6 +33,8 @@ def demo_checkpoint(tmp_path, monkeypatch):
     torch.manual_seed(0)
     LinAttnForCausalLM(config).save_pretrained(tmp_path / "runs/demo")
     tokenizer.save_pretrained(tmp_path / "runs/demo")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / "runs/llama")
     monkeypatch.chdir(tmp_path)
 
 
@@ -45,15 +48,24 @@ def test_python_blocks_run(demo_checkpoint, capsys):
     assert read == names["cache"].get_seq_length() == names["history"].shape[1] - 1
     assert names["out"].shape == (1, 4096, 8, 64)
     assert names["new_model"].config.layer_types.count("full_attention") == 2
+    assert names["student"].config.layer_types.count("full_attention") == 1
 
 
 def test_tables_are_their_files():
-    assert README.count("<!-- table:") == 10
+    assert README.count("<!-- table:") == 12
     assert fill(README, ROOT) == README
 
 
-def test_linked_files_exist():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
+@pytest.mark.parametrize("study", ["recall", "bytes"])
+def test_pages_of_studies_are_their_files(study):
+    page = (ROOT / "model_cards" / study / "README.md").read_text()
+    assert page.count("<!-- table:") == 1
+    assert fill(page, ROOT / "model_cards" / study) == page
+
+
+@pytest.mark.parametrize("page", ["README.md", "model_cards/recall/README.md", "model_cards/bytes/README.md"])
+def test_linked_files_exist(page):
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
     assert links
-    missing = [link for link in links if not (ROOT / link).exists()]
+    missing = [link for link in links if not link.startswith("https:") and not ((ROOT / page).parent / link).exists()]
     assert not missing

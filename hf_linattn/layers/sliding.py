@@ -41,9 +41,7 @@ class SlidingLinearAttention(LinearAttention):
             raise ValueError("causal=False: sliding layers are causal; choose layer_types 'kernel_linear_attention'")
         super().__init__(config, layer_idx, causal)
         self.window_mix = nn.Parameter(torch.zeros(self.num_heads))
-        self.only: str | None = (
-            None  # "window" or "linear": that part alone, for training and ablation, without a cache
-        )
+        self.only: str | None = None  # "window" or "linear": that part alone, without a cache
 
     def _attention(self, q, k, v, *, initial_state, output_final_state, **arguments):
         if self.only is None:

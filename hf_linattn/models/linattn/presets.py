@@ -3,23 +3,23 @@
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # what recalled most in the least state, with a convolution (model_cards/recall)
+    # recalled everything in the least room (model_cards/recall)
     "recall": {
-        "feature_map": "hedgehog",
+        "feature_map": "rebased",
         "feature_map_kwargs": None,
         "normalizer": "denominator",
         "rope_position": "none",
         "conv_kernel_size": 4,
-        "qk_norm": True,
+        "qk_norm": False,
     },
-    # a map without parameters, which the CPU kernels compute, in the smallest state
+    # the smallest state, no parameters, and kernels on a CPU: what a new model is unless told otherwise
     "fast": {
         "feature_map": "elu1",
         "feature_map_kwargs": None,
         "normalizer": "denominator",
         "rope_position": "none",
         "conv_kernel_size": 4,
-        "qk_norm": True,
+        "qk_norm": False,
     },
     # linear attention as it was published, with Llama's rotations (arXiv:2006.16236)
     "seed": {
