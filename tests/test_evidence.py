@@ -7,7 +7,7 @@ import pytest
 
 from hf_linattn import LinAttnConfig, make_feature_map
 from hf_linattn.benchmark.record import read_json
-from hf_linattn.benchmark.studies import by_change, by_map, recall_of
+from hf_linattn.benchmark.studies import bits_of, by_change, by_map, recall_of, softmax_row
 from hf_linattn.models.linattn.presets import PRESETS
 
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -17,6 +17,11 @@ ALONE, CONV, FULL = (False, False), (True, False), (False, True)
 @pytest.fixture(scope="module")
 def recall():
     return read_json(CARDS / "recall" / "results.json")
+
+
+@pytest.fixture(scope="module")
+def bits():
+    return read_json(CARDS / "bytes" / "results.json")
 
 
 def mean(row, measure):
@@ -33,12 +38,31 @@ def test_a_convolution_is_worth_more_than_any_map(recall):
     assert LinAttnConfig().conv_kernel_size == 4
 
 
-def test_what_stands_beside_a_convolution_changes_little(recall):
+def test_what_stands_beside_a_convolution_changes_little(recall, bits):
+    cost = {change: mean(row, bits_of()) for change, row in by_change(bits)["elu1"].items()}
+    of_maps = [mean(rows[CONV], bits_of()) for rows in by_map(bits).values()]
+    assert max(cost["rope"], cost["qk_norm"]) < 1.01 * cost[""]
+    assert cost["rmsnorm"] > max(of_maps)
     changes = {change: mean(row, recall_of(recall)) for change, row in by_change(recall)["elu1"].items()}
     for change in ("rope", "qk_norm", "rmsnorm"):
         assert abs(changes[change] - changes[""]) < 1
     config = LinAttnConfig()
     assert (config.rope_position, config.qk_norm, config.normalizer) == ("none", False, "denominator")
+
+
+def test_softmax_attention_is_better_up_to_its_length_and_worse_beyond(bits):
+    softmax, ours = softmax_row(bits), by_map(bits)["elu1"][CONV]
+    best = min(mean(rows[CONV], bits_of()) for rows in by_map(bits).values())
+    assert mean(ours, bits_of()) < 1.01 * best
+    assert best > 1.03 * mean(softmax, bits_of())
+    ends = {}
+    for name, row in (("softmax", softmax), ("ours", ours)):
+        by_length = [[each["bits_per_token"] for each in run["by_context"]] for run in row["runs"]]
+        trained, beyond = (statistics.fmean(run[place] for run in by_length) for place in (-3, -1))
+        ends[name] = beyond - trained
+        ends[name, "beyond"] = beyond
+    assert ends["softmax"] > 0.5 > 0.1 > ends["ours"]
+    assert ends["ours", "beyond"] < ends["softmax", "beyond"]
 
 
 def test_the_default_map_recalls_everything_in_the_smallest_state(recall):

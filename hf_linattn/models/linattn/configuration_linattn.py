@@ -187,9 +187,9 @@ class LinAttnConfig(LlamaConfig):
         """A config from one of three useful corners; the README says what each was measured to do.
 
         Args:
-            name: `"recall"`, a map that recalls most for the size of its state, best with heads of 16 or less; `"fast"`,
-                a map without parameters in the smallest state, the default; `"seed"`, linear attention as it was
-                published: elu + 1, RoPE, no convolution.
+            name: `"recall"`, a map that recalls most for the size of its state, best with heads of 16 or less;
+                `"fast"`, a map without parameters in the smallest state, the default; `"seed"`, linear attention as it
+                was published: elu + 1, RoPE, no convolution.
             fields: any field of the config; these go before those of the preset.
 
         Raises:
