@@ -15,6 +15,7 @@ config.py lists the fields. What comes out, in output_dir: the model and its tok
 curves, and checkpoints from which `resume: auto` goes on as if the run had never stopped.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -100,8 +101,6 @@ def main(argv: list[str]) -> None:
     corpus = load_corpus(config, tokenizer, progress=accelerator.is_main_process)
     listed = (f"{value:,} {name}" for name, value in corpus.summary.items() if name != "dataset")
     accelerator.print(f"data: {', '.join(listed)}")
-    if len(corpus.held_out) == 0:
-        raise ConfigError(f"the held-out text is shorter than one block of {config.block_size} tokens")
 
     stage = {"transfer": run_transfer, "distill": run_distill, "rank": run_rank}[config.stage]
     results = stage(config, accelerator, tokenizer, student, teacher, corpus)
@@ -135,9 +134,7 @@ def load_teacher(
 def bits_per_token(accelerator: Accelerator, model: PreTrainedModel, corpus: Corpus, batch_size: int) -> float:
     """What predicting the held-out text costs."""
     counted = sum((block["labels"] != IGNORE).sum().item() for block in corpus.held_out)
-    return (
-        held_out_nats(accelerator, model, corpus.held_out, batch_size) / counted / torch.log(torch.tensor(2.0)).item()
-    )
+    return held_out_nats(accelerator, model, corpus.held_out, batch_size) / counted / math.log(2)
 
 
 def fit(

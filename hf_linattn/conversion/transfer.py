@@ -58,6 +58,8 @@ class AttentionKL(torch.autograd.Function):
             large = s.clamp_min(TINY)
             kl = a * (log_a - large.log() + denominator.log())
             total += (kl.sum(-1, keepdim=True) * weight[..., rows, :]).sum()
+            if not any(ctx.needs_input_grad):  # an evaluation
+                continue
             grad = (1 / denominator - a / large).masked_fill(~visible | (s < TINY), 0) * weight[..., rows, :]
             grad_q[..., rows, :] = torch.einsum("bhgts,bhsf->bhgtf", grad, phi_keys[..., seen, :])
             grad_k[..., seen, :] += torch.einsum("bhgts,bhgtf->bhsf", grad, phi_queries[..., rows, :])
@@ -170,19 +172,19 @@ class AttentionTransfer(nn.Module):
         documents = rows if packing is None else packing.segments
         losses: dict[int, Tensor] = {}
 
-        def watch(index: int) -> list[Any]:
+        def watch(index: int) -> Any:
             watched = teacher.model.layers[index]
             if self.loss == "hidden":
                 compare = self._compare_outputs(student.model.layers[index], packing, counted)
-                return [watched.register_forward_hook(note(losses, index, compare), with_kwargs=True)]
+                return watched.register_forward_hook(note(losses, index, compare), with_kwargs=True)
             attention = student.model.layers[index].self_attn
             if self.loss == "output":
                 compare = self._compare_outputs(attention, packing, counted)
             else:
                 compare = self._compare_weights(attention, documents, counted)
-            return [watched.self_attn.register_forward_hook(note(losses, index, compare), with_kwargs=True)]
+            return watched.self_attn.register_forward_hook(note(losses, index, compare), with_kwargs=True)
 
-        hooks = [hook for index in self.layers for hook in watch(index)]
+        hooks = [watch(index) for index in self.layers]
         try:
             with torch.no_grad():
                 teacher.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
@@ -211,11 +213,12 @@ class AttentionTransfer(nn.Module):
 
 
 def note(losses: dict[int, Tensor], index: int, compare: Callable[..., Tensor]) -> Callable[..., None]:
-    """A forward hook that notes the loss of a layer, with a graph of its own."""
+    """A forward hook that notes the loss of a layer, with a graph of its own where one is wanted now."""
+    is_learning = torch.is_grad_enabled()
 
     def hook(module, args, kwargs, out) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(is_learning):
             losses[index] = compare(hidden.detach(), kwargs, out[0] if isinstance(out, tuple) else out)
 
     return hook

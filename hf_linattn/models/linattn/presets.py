@@ -2,34 +2,21 @@
 
 from typing import Any
 
-PRESETS: dict[str, dict[str, Any]] = {
+# the smallest state, no parameters, and kernels on a CPU: what a new model is unless told otherwise
+FAST: dict[str, Any] = {
+    "feature_map": "elu1",
+    "feature_map_kwargs": None,
+    "normalizer": "denominator",
+    "rope_position": "none",
+    "conv_kernel_size": 4,
+    "qk_norm": False,
+}
+PRESETS = {
     # recalled everything in the least room (model_cards/recall)
-    "recall": {
-        "feature_map": "rebased",
-        "feature_map_kwargs": None,
-        "normalizer": "denominator",
-        "rope_position": "none",
-        "conv_kernel_size": 4,
-        "qk_norm": False,
-    },
-    # the smallest state, no parameters, and kernels on a CPU: what a new model is unless told otherwise
-    "fast": {
-        "feature_map": "elu1",
-        "feature_map_kwargs": None,
-        "normalizer": "denominator",
-        "rope_position": "none",
-        "conv_kernel_size": 4,
-        "qk_norm": False,
-    },
+    "recall": FAST | {"feature_map": "rebased"},
+    "fast": FAST,
     # linear attention as it was published, with Llama's rotations (arXiv:2006.16236)
-    "seed": {
-        "feature_map": "elu1",
-        "feature_map_kwargs": None,
-        "normalizer": "denominator",
-        "rope_position": "before",
-        "conv_kernel_size": 0,
-        "qk_norm": False,
-    },
+    "seed": FAST | {"rope_position": "before", "conv_kernel_size": 0},
 }
 
 
